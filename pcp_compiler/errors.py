@@ -1,0 +1,38 @@
+"""Every exception a user of pcp_compiler can meet.
+
+All of them derive from `ValueError` and from Dynamo's `ShortenTraceback`, so that an error raised inside
+`torch.compile` reaches the user as itself, with a short traceback, and not as `BackendCompilerFailed`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch._dynamo.exc import ShortenTraceback
+
+
+class PcpError(ShortenTraceback, ValueError):
+    """Base of all errors that a user can cause: the message names the field or node, the value, and the knob."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, first_useful_frame=sys._getframe(1))
+
+
+class ConfigError(PcpError):
+    """A config key, value or combination that is not allowed."""
+
+
+class UnsupportedGraphError(PcpError):
+    """A model does something that cannot be sharded; names the graph node, its source line and the knob."""
+
+
+class BypassError(PcpError):
+    """The compiled program would not run, or would run only a part of the model."""
+
+
+class CallError(PcpError):
+    """A call of a compiled model has inputs that its program does not serve."""
+
+
+class InvariantError(AssertionError):
+    """A pass broke a graph invariant: a fault of ours, not of the user."""

@@ -1,0 +1,1 @@
+"""Pure integer plans: no torch.distributed, no graphs."""
