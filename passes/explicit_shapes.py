@@ -1,0 +1,84 @@
+"""Write every size of a view as a number or an expression of input sizes, never as -1 or as another tensor's size.
+
+Before:
+    %sym_size : T = aten.sym_size.int(%mul, 1)
+    %view : f32[1, T, 4, 16] = aten.view.default(%mul, [1, %sym_size, -1, 16])
+After:
+    %sym_size : T = aten.sym_size.int(%input_ids, 1)
+    %view : f32[1, T, 4, 16] = aten.view.default(%mul, [1, %sym_size, 4, 16])
+
+Why here: first on every graph. A rank without rows has W = 0, and -1 has no answer for zero elements; a size read off
+    a tensor that gets sharded would be W where the model meant T.
+Leaves alone: sizes that are already numbers or input sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from pcp_compiler.errors import InvariantError
+from pcp_compiler.pass_api import Pass, PassContext, PassResult, calls, erase_unused
+from pcp_compiler.sizes import SizeNodes
+
+aten = torch.ops.aten
+SIZE_ARGUMENT = {
+    aten.view.default: 1,
+    aten._unsafe_view.default: 1,
+    aten.reshape.default: 1,
+    aten.expand.default: 1,
+}
+"""Ops whose result size is an argument, and which one."""
+
+
+@dataclass(frozen=True)
+class ExplicitShapes(Pass):
+    """See the module."""
+
+    name: ClassVar[str] = "explicit_shapes"
+
+    def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        sizes = SizeNodes(gm.graph)
+        rewrites = 0
+        for node in calls(gm, aten.sym_size.int):
+            if node.args[0].op != "placeholder":  # type: ignore[union-attr]
+                _replace_size(node, sizes.node_for(node.meta["val"]))
+                rewrites += 1
+        for node in calls(gm, *SIZE_ARGUMENT):
+            rewrites += _write_out(node, sizes)
+        erase_unused(gm)
+        return PassResult(gm, rewrites)
+
+    def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
+        for node in calls(gm, *SIZE_ARGUMENT):
+            if -1 in node.args[SIZE_ARGUMENT[node.target]]:  # type: ignore[operator, index]
+                raise InvariantError(f"{node.name} still has a size of -1")
+
+
+def _replace_size(node: fx.Node, size: int | fx.Node) -> None:
+    """Let the users of a size node read `size` instead."""
+    for user in list(node.users):
+        user.args = _swap(user.args, node, size)
+        user.kwargs = _swap(user.kwargs, node, size)
+
+
+def _swap(value, old: fx.Node, new: object):  # type: ignore[no-untyped-def]
+    if isinstance(value, dict):
+        return {key: _swap(item, old, new) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_swap(item, old, new) for item in value)
+    return new if value is old else value
+
+
+def _write_out(node: fx.Node, sizes: SizeNodes) -> int:
+    position = SIZE_ARGUMENT[node.target]  # type: ignore[index]
+    given = node.args[position]
+    assert isinstance(given, (list, tuple))
+    if -1 not in given:
+        return 0
+    written = [sizes.node_for(node.meta["val"].shape[i]) if size == -1 else size for i, size in enumerate(given)]
+    node.update_arg(position, written)
+    return 1

@@ -1,0 +1,567 @@
+"""The `Config` tree: every option a user can set, how it is read from a dict or a file, and what is refused.
+
+A key is accepted only when it works. Keys that are planned are refused by name, unknown keys with the nearest name,
+and all faults of one source are reported in one `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import reprlib
+import tomllib
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, PrivateAttr, ValidationError
+from pydantic_core import ErrorDetails
+
+from pcp_compiler.errors import ConfigError
+
+PLANNED_KEYS: Final = (
+    "parallel.shard_decode",
+    "parallel.timeout_s",
+    "parallel.dcp_size",
+    "parallel.tp_size",
+    "parallel.pp_size",
+    "attention.backend",
+    "attention.backend_per_kind",
+    "draft.method",
+    "draft.model",
+    "draft.num_speculative_tokens",
+    "draft.attention_backend",
+    "draft.backend_per_kind",
+    "draft.mode",
+    "draft.sampling",
+    "draft.verification",
+    "draft.k_schedule",
+    "draft.vocab_mismatch",
+    "draft.taps",
+    "draft.noise_token_id",
+    "draft.layout",
+    "draft.markov_topk",
+    "draft.adaptive_verification",
+    "draft.confidence",
+    "draft.threshold",
+    "capture.mode",
+    "capture.sizes",
+    "capture.context_buckets",
+    "capture.executor",
+    "capture.segment_compiler",
+    "capture.splitting_ops",
+    "capture.memory_mb",
+    "capture.cache_dir",
+    "limits.max_model_len",
+    "limits.max_num_requests",
+    "limits.max_num_tokens",
+    "limits.kv_block_size",
+    "limits.kv_blocks",
+    "limits.kv_cache_dtype",
+    "limits.prefill_chunk",
+    "limits.prefix_cache",
+    "check.mode",
+    "check.rtol",
+    "check.atol",
+    "numerics",
+    "group",
+)
+"""Keys of the design that do not work yet."""
+
+PLANNED_VALUES: Final = (("parallel.ranks", "distributed"), ("role", "draft"))
+"""Values, of keys that work, that do not work yet."""
+
+VLLM_ALIASES: Final[Mapping[str, str]] = {
+    "prefill_context_parallel_size": "parallel.pcp_size",
+    "pcp": "parallel.pcp_size",
+    "decode_context_parallel_size": "parallel.dcp_size",
+    "dcp": "parallel.dcp_size",
+    "tensor_parallel_size": "parallel.tp_size",
+    "tp": "parallel.tp_size",
+    "pipeline_parallel_size": "parallel.pp_size",
+    "pp": "parallel.pp_size",
+    "debug_dump_path": "dump.dir",
+    "compilation_config.debug_dump_path": "dump.dir",
+    "cudagraph_mode": "capture.mode",
+    "compilation_config.cudagraph_mode": "capture.mode",
+    "cudagraph_capture_sizes": "capture.sizes",
+    "compilation_config.cudagraph_capture_sizes": "capture.sizes",
+    "splitting_ops": "capture.splitting_ops",
+    "compilation_config.splitting_ops": "capture.splitting_ops",
+    "compilation_config.cache_dir": "capture.cache_dir",
+    "num_speculative_tokens": "draft.num_speculative_tokens",
+    "num_speculative_tokens_per_batch_size": "draft.k_schedule",
+    "draft_sample_method": "draft.sampling",
+    "enable_adaptive_verification": "draft.adaptive_verification",
+    "speculative_config.method": "draft.method",
+    "speculative_config.model": "draft.model",
+    "speculative_config.attention_backend": "draft.attention_backend",
+    "speculative_config.num_speculative_tokens": "draft.num_speculative_tokens",
+    "speculative_config.num_speculative_tokens_per_batch_size": "draft.k_schedule",
+    "speculative_config.draft_sample_method": "draft.sampling",
+    "speculative_config.enable_adaptive_verification": "draft.adaptive_verification",
+    "attention_backend": "attention.backend",
+    "max_model_len": "limits.max_model_len",
+    "max_num_seqs": "limits.max_num_requests",
+    "max_num_batched_tokens": "limits.max_num_tokens",
+    "block_size": "limits.kv_block_size",
+    "kv_cache_dtype": "limits.kv_cache_dtype",
+    "enable_prefix_caching": "limits.prefix_cache",
+}
+"""vLLM spelling, without leading dashes and with `_` for `-`, to our key."""
+
+VLLM_SHORT_GROUPS: Final[Mapping[str, str]] = {"cc": "compilation_config"}
+"""Short form of a vLLM group to its name in `VLLM_ALIASES`."""
+
+FILE_SUFFIXES: Final = (".yaml", ".yml", ".toml", ".json")
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Mark of a config field: the words an error message uses for what the field takes."""
+
+    text: str
+
+
+class TokenDims(Mapping[str, int]):
+    """Read-only map of argument name to token dim; unlike `MappingProxyType` it can be pickled for another process."""
+
+    __slots__ = ("_dims",)
+
+    def __init__(self, dims: Mapping[str, int]) -> None:
+        self._dims = dict(dims)
+
+    def __getitem__(self, name: str) -> int:
+        return self._dims[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._dims)
+
+    def __len__(self) -> int:
+        return len(self._dims)
+
+    def __repr__(self) -> str:
+        return repr(self._dims)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ParallelConfig(_Section):
+    """How token rows are spread over ranks."""
+
+    pcp_size: Annotated[int, Field(ge=1), Allowed("integer >= 1")] = 1
+    """Prefill context parallel ranks; each runs 1/pcp_size of the token rows of a prefill."""
+
+    ranks: Annotated[Literal["auto", "virtual"], Allowed("auto, virtual")] = "auto"
+    """Where ranks run. `virtual`: all in this process, in lock-step, with one copy of the weights. `auto`: virtual."""
+
+    min_tokens_to_shard: Annotated[int | None, Field(ge=0), Allowed("integer >= 0, or None for 2 * pcp_size")] = None
+    """Prompts with fewer tokens run whole on every rank. None: 2 * pcp_size, one token per shard chunk."""
+
+    on_token_mixing: Annotated[Literal["refuse", "gather"], Allowed("refuse, gather")] = "refuse"
+    """What to do with an op that mixes token rows: `refuse` the model, or `gather` all rows before the op."""
+
+    @property
+    def ranks_resolved(self) -> Literal["virtual"]:
+        """`ranks` with `auto` decided."""
+        return "virtual"
+
+    @property
+    def min_tokens_to_shard_resolved(self) -> int:
+        """`min_tokens_to_shard` in tokens, with None decided."""
+        if self.min_tokens_to_shard is None:
+            return 2 * self.pcp_size
+        return self.min_tokens_to_shard
+
+
+class DumpConfig(_Section):
+    """What is written to disk while compiling."""
+
+    dir: Annotated[str | None, Field(min_length=1), Allowed("folder path (non-empty string), or None for off")] = None
+    """Folder that receives the graph of each stage; None writes nothing."""
+
+    level: Annotated[Literal["passes", "final"], Allowed("passes, final")] = "passes"
+    """`passes` writes the graph after every pass, `final` only the last stage."""
+
+
+class Config(_Section):
+    """All options of one compiled model: immutable, equal and hashable by value.
+
+    `Config(parallel={"pcp_size": 4})` takes nested keys; `load_config` also takes dotted keys, aliases and files.
+
+    Raises:
+        ConfigError: a key or value is not allowed; one line per fault.
+    """
+
+    parallel: ParallelConfig = ParallelConfig()
+    """How token rows are spread over ranks."""
+
+    tokens: Annotated[
+        Mapping[Annotated[str, Field(min_length=1)], int],
+        AfterValidator(TokenDims),
+        PlainSerializer(dict, return_type=dict[str, int]),
+        Allowed("mapping of argument name (non-empty string) to token dim (integer, may be negative)"),
+    ] = TokenDims({})
+    """Token dim of each argument that carries token rows; empty: found from the graph."""
+
+    dump: DumpConfig = DumpConfig()
+    """What is written to disk while compiling."""
+
+    role: Annotated[Literal["target"], Allowed("target")] = "target"
+    """Part the model plays in speculative decoding."""
+
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+
+    def __init__(self, **options: Any) -> None:
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            raise ConfigError("\n".join(_describe_fault(fault) for fault in error.errors())) from None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Config):
+            return NotImplemented
+        return self.model_dump() == other.model_dump()
+
+    def __hash__(self) -> int:
+        return hash(self.key())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What loading decided (aliases read, file values replaced), one sentence each; not part of the value."""
+        return self._notes
+
+    def resolved(self) -> dict[str, Any]:
+        """Return a plain, JSON-able dict with every default filled in and every None or `auto` choice decided."""
+        values = self.model_dump()
+        values["parallel"]["ranks"] = self.parallel.ranks_resolved
+        values["parallel"]["min_tokens_to_shard"] = self.parallel.min_tokens_to_shard_resolved
+        return values
+
+    def key(self) -> str:
+        """Return the SHA-256 (64 hex digits) of the resolved config: the same in every process, for cache keys."""
+        text = json.dumps(self.resolved(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_yaml(self) -> str:
+        """Return YAML text with every key; loading it gives an equal Config."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+
+
+def load_config(options: Mapping[str, Any] | str | Path | Config | None) -> Config:
+    """Return the Config that `options` describe.
+
+    Args:
+        options: None (defaults), a ready Config (returned as it is), the path of a YAML, TOML or JSON file, or a
+            mapping with nested keys, dotted keys (`"parallel.pcp_size"`) or both. Key `config` of a mapping is the
+            path of a file whose values the other keys replace, one by one (`tokens` per argument). vLLM spellings
+            are accepted, see `VLLM_ALIASES`.
+    Returns:
+        Config; its `notes` name the aliases that were read and the file values that were replaced.
+    Raises:
+        ConfigError: a file cannot be read, or a key or value is not allowed; one line per fault of a source.
+    """
+    if options is None:
+        return Config()
+    if isinstance(options, Config):
+        return options
+    if isinstance(options, str | Path):
+        return _load_file(Path(options))
+    if isinstance(options, Mapping):
+        return _load_inline(options)
+    raise ConfigError(f"options: got {_show(options)}; allowed: mapping, path, Config or None")
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+_SECTIONS: Final[Mapping[str, type[BaseModel]]] = {
+    name: field.annotation
+    for name, field in Config.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+}
+_FIELDS: Final = {
+    **{f"{name}.{leaf}": field for name, section in _SECTIONS.items() for leaf, field in section.model_fields.items()},
+    **{name: field for name, field in Config.model_fields.items() if name not in _SECTIONS},
+}
+_LEAVES: Final = frozenset(_FIELDS) - {"tokens"}
+_ALLOWED_KEYS: Final = ", ".join([*("tokens.<argument>" if name == "tokens" else name for name in _FIELDS), "config"])
+_WORKING_GROUPS: Final = (*_SECTIONS, "tokens")
+_GROUPS: Final = frozenset(
+    [*_WORKING_GROUPS, *(name.rpartition(".")[0] for name in (*PLANNED_KEYS, *VLLM_ALIASES))]
+) - {""}
+
+
+def _plain_name(key: str) -> str:
+    """Return `key` as `VLLM_ALIASES` spells it: `-cc.a` and `--compilation-config.a` are `compilation_config.a`."""
+    group, dot, name = key.lstrip("-").replace("-", "_").partition(".")
+    return VLLM_SHORT_GROUPS.get(group, group) + dot + name
+
+
+def _is_working(key: str) -> bool:
+    return key in _LEAVES or key.startswith("tokens.")
+
+
+def _native_key(key: str) -> str:
+    """Return our key for a vLLM spelling, and any other key unchanged."""
+    return key if _is_working(key) else VLLM_ALIASES.get(_plain_name(key), key)
+
+
+def _find_planned(key: str) -> str | None:
+    """Return the planned key, or group of only planned keys, that `key` names or lies in; None if there is none."""
+    for name in PLANNED_KEYS:
+        if key == name or key.startswith(f"{name}."):
+            return name
+    is_group = key not in _WORKING_GROUPS and any(name.startswith(f"{key}.") for name in PLANNED_KEYS)
+    return key if is_group else None
+
+
+def _find_nearest(key: str) -> str | None:
+    """Return the known name most like `key`, by whole name and then by last part; None if none is alike."""
+    groups = sorted(group for group in _GROUPS if not key.startswith(f"{group}."))
+    names = [*_FIELDS, *groups, *PLANNED_KEYS, *VLLM_ALIASES, "config"]
+    by_name = {name: name for name in names}
+    by_last_part = {name.rpartition(".")[2]: name for name in reversed(names)}
+    for wanted, known in ((_plain_name(key), by_name), (key.rpartition(".")[2], by_last_part)):
+        if matches := difflib.get_close_matches(wanted, known, n=1, cutoff=0.7):
+            return known[matches[0]]
+    return None
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def _show(value: object) -> str:
+    """Return `value` and its type as messages show them: `"4" (str)`; long values are shortened."""
+    if not isinstance(value, str):
+        text = reprlib.repr(value)
+    else:
+        text = json.dumps(value if len(value) <= 80 else f"{value[:77]}...", ensure_ascii=False)
+    return f"{text} ({type(value).__name__})"
+
+
+def _describe_unknown(key: str) -> str:
+    nearest = _find_nearest(key)
+    if nearest is None:
+        return f"{key} is not a config key; allowed: {_ALLOWED_KEYS}"
+    planned = " (planned, does not work yet)" if _find_planned(_native_key(nearest)) else ""
+    return f"{key} is not a config key; did you mean {nearest}{planned}? allowed: {_ALLOWED_KEYS}"
+
+
+def _describe_key(key: str, spelling: str, value: object) -> str | None:
+    """Return what is wrong with the name `key`, which the user wrote as `spelling`; None if it names a field."""
+    if _is_working(key):
+        return None
+    if planned := _find_planned(key):
+        alias = "" if spelling == key else f" (given as {spelling})"
+        return f"{planned}{alias} is planned and does not work yet; remove it"
+    if _plain_name(key) in _GROUPS:
+        return f"{key}: got {_show(value)}; allowed: {_describe_allowed(_plain_name(key))}"
+    return _describe_unknown(key)
+
+
+def _describe_allowed(key: str) -> str:
+    """Return what the field or group `key` takes."""
+    if key in _SECTIONS:
+        return f"mapping with the keys {', '.join(_SECTIONS[key].model_fields)}"
+    if key.startswith("tokens."):
+        return "integer (token dim, may be negative)"
+    if key not in _FIELDS:
+        return "mapping of vLLM keys"
+    return next(mark.text for mark in _FIELDS[key].metadata if isinstance(mark, Allowed))
+
+
+def _describe_fault(fault: ErrorDetails) -> str:
+    """Return one line for one finding of pydantic: field, value, type, and what is allowed."""
+    key, value = ".".join(map(str, fault["loc"])), fault["input"]
+    if fault["loc"][-1] == "[key]":
+        return f"tokens: got the name {_show(value)}; allowed: {_describe_allowed('tokens')}"
+    if fault["type"] == "extra_forbidden":
+        if _is_working(key):
+            return f"{key}: Config takes nested keys; dotted keys are read by load_config"
+        planned = _find_planned(key)
+        return f"{planned} is planned and does not work yet; remove it" if planned else _describe_unknown(key)
+    is_planned = isinstance(value, str) and (key, value) in PLANNED_VALUES
+    planned_value = ", which is planned and does not work yet" if is_planned else ""
+    return f"{key}: got {_show(value)}{planned_value}; allowed: {_describe_allowed(key)}"
+
+
+# --- mappings --------------------------------------------------------------------------------------------------------
+
+
+def _flatten(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value); only known groups are opened, so a value that is a mapping stays one."""
+    for name, value in options.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"{prefix.rstrip('.') or 'config'}: got the key {_show(name)}; allowed: keys are strings")
+        key = prefix + name
+        is_group = _plain_name(key) in _GROUPS and isinstance(value, Mapping)
+        if is_group and (value or not _find_planned(key)):
+            yield from _flatten(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of accepted dotted keys, which have one or two levels."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        group, dot, name = key.partition(".")
+        if dot:
+            tree.setdefault(group, {})[name] = value
+        else:
+            tree[group] = value
+    return tree
+
+
+def _is_same(left: object, right: object) -> bool:
+    """Return whether two values are equal and of one type: 4 is neither 4.0 nor True."""
+    return type(left) is type(right) and left == right
+
+
+class _Settings:
+    """Keys and values of one source under our names, with the faults of the keys and the notes for the user."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.values: dict[str, Any] = {}
+        self.faults: dict[str, None] = {}  # an ordered set: two keys of one planned group make one line
+        self.notes: list[str] = []
+        self._spellings: dict[str, str] = {}
+        for spelling, value in _flatten(options):
+            self._add(_native_key(spelling), spelling, value)
+
+    def _add(self, key: str, spelling: str, value: object) -> None:
+        if fault := _describe_key(key, spelling, value):
+            self.faults[fault] = None
+            return
+        if key in self.values and not _is_same(self.values[key], value):
+            first = f"{_show(self.values[key])} as {self._spellings[key]}"
+            self.faults[f"{key}: got {first} and {_show(value)} as {spelling}; allowed: one value"] = None
+            return
+        self.values[key] = value
+        self._spellings[key] = spelling
+        if spelling != key:
+            self.notes.append(f"{spelling} is read as {key}")
+
+    def build(self, base: Mapping[str, Any], notes: tuple[str, ...] = ()) -> Config:
+        """Return the Config of these values over those of `base`; raise one ConfigError with every fault."""
+        faults = list(self.faults)
+        try:
+            config = Config(**_nest({**base, **self.values}))
+        except ConfigError as error:
+            raise ConfigError("\n".join([*faults, str(error), *self.notes])) from None
+        if faults:
+            raise ConfigError("\n".join(faults))
+        config._notes = (*notes, *self.notes)
+        return config
+
+
+def _load_inline(options: Mapping[str, Any]) -> Config:
+    inline = dict(options)
+    if "config" not in inline:
+        return _Settings(inline).build({})
+    path = inline.pop("config")
+    if not isinstance(path, str | Path):
+        raise ConfigError(f"config: got {_show(path)}; allowed: path of a file ending in {', '.join(FILE_SUFFIXES)}")
+    file_config = _load_file(Path(path))  # checked alone first: a fault of the file is not hidden by an inline value
+    base = dict(_flatten(file_config.model_dump(exclude_unset=True)))
+    settings = _Settings(inline)
+    settings.notes += [
+        f"{key}: {_show(value)} replaces {_show(base[key])} of {path}"
+        for key, value in settings.values.items()
+        if key in base and not _is_same(value, base[key])
+    ]
+    return settings.build(base, file_config.notes)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def _load_file(path: Path) -> Config:
+    data = _read_file(path)
+    if "config" in data:
+        raise ConfigError(f"{path}: config: got {_show(data['config'])}; allowed: a file cannot name another file")
+    try:
+        return _Settings(data).build({})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _read_file(path: Path) -> Mapping[str, Any]:
+    """Return the top-level mapping of a config file; raise ConfigError naming the path if there is none."""
+    if os.path.isdir(path):  # unlike Path.is_dir, no OSError for text too long to be a path
+        raise ConfigError(f"{path}: is a folder; allowed: a file ending in {', '.join(FILE_SUFFIXES)}")
+    if not os.path.exists(path):
+        raise ConfigError(f"{path}: no such file (full path: {path.absolute()})")
+    if path.suffix.lower() not in FILE_SUFFIXES:
+        raise ConfigError(f'{path}: suffix "{path.suffix}" is not known; allowed: {", ".join(FILE_SUFFIXES)}')
+    try:
+        data = _parse(path.read_text(encoding="utf-8-sig"), path.suffix.lower())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # JSON, TOML, UTF-8: all ValueError
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    if data is None or data == {}:
+        raise ConfigError(f"{path}: is empty; allowed: a mapping of config keys")
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{path}: got {_show(data)} at the top; allowed: a mapping of config keys")
+    return data
+
+
+def _parse(text: str, suffix: str) -> object:
+    if not text.strip():
+        return None
+    if suffix == ".json":
+        return json.loads(text, object_pairs_hook=_unique_pairs)
+    if suffix == ".toml":
+        return tomllib.loads(text)
+    return _parse_yaml(text)
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of one JSON object as a dict; ValueError if a key comes twice."""
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f'key "{name}" is given twice')
+        values[name] = value
+    return values
+
+
+def _parse_yaml(text: str) -> object:
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_unique_keys(node, set())  # on the nodes, because building the dict keeps only the last of two keys
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _check_unique_keys(node: yaml.Node, seen: set[int]) -> None:
+    """Raise ValueError if a mapping at or below `node` has a key twice; `seen` ends loops made by anchors."""
+    if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        children = node.value
+    else:
+        children = [value for _, value in node.value]
+        _check_unique_names([name for name, _ in node.value])
+    for child in children:
+        _check_unique_keys(child, seen)
+
+
+def _check_unique_names(names: list[yaml.Node]) -> None:
+    known: set[tuple[str, Hashable]] = set()
+    for name in names:
+        if not isinstance(name, yaml.ScalarNode):
+            continue  # refused when the mapping is built: only strings are config keys
+        if (name.tag, name.value) in known:
+            raise ValueError(f'key "{name.value}" is given twice, again in line {name.start_mark.line + 1}')
+        known.add((name.tag, name.value))

@@ -1,0 +1,117 @@
+"""What a pass is: a named, frozen rewrite of one graph with its conditions before and after."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+from torch import fx
+
+from pcp_compiler.config import Config
+from pcp_compiler.errors import UnsupportedGraphError
+from pcp_compiler.trace import source_line
+
+
+@dataclass(frozen=True, slots=True)
+class CallCheck:
+    """A property of a caller's input that a rewrite relied on; checked on every call."""
+
+    input_name: str
+    kind: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Decisions:
+    """What the passes chose, for `decisions.json`, and what every call has to check."""
+
+    entries: dict[str, list[str]] = field(default_factory=dict)
+    call_checks: list[CallCheck] = field(default_factory=list)
+
+    def add(self, topic: str, text: str) -> None:
+        """Note one decision under a topic."""
+        self.entries.setdefault(topic, []).append(text)
+
+
+@dataclass(frozen=True, slots=True)
+class PassContext:
+    """All that a pass may read besides the graph."""
+
+    config: Config
+    seeds: Mapping[str, int]
+    position_inputs: frozenset[str] = frozenset()
+    user_inputs: frozenset[str] = frozenset()
+    decisions: Decisions = field(default_factory=Decisions)
+
+
+class PassResult(NamedTuple):
+    """The rewritten graph, which is the one given, edited, and how many places changed."""
+
+    graph_module: fx.GraphModule
+    num_rewrites: int
+
+
+class Pass(ABC):
+    """One rewrite. Subclasses are frozen dataclasses; their fields are their options."""
+
+    name: ClassVar[str]
+    keeps_signature: ClassVar[bool] = True
+    keeps_numerics: ClassVar[bool] = True
+
+    @abstractmethod
+    def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        """Rewrite `gm` in place."""
+
+    def requires(self, gm: fx.GraphModule, ctx: PassContext) -> None:  # noqa: B027 - optional for a pass
+        """Raise UnsupportedGraphError when the graph cannot be rewritten: node, reason, knob."""
+
+    def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:  # noqa: B027 - optional for a pass
+        """Raise InvariantError when the job is not done."""
+
+
+def refuse(node: fx.Node, reason: str, knob: str) -> UnsupportedGraphError:
+    """Return the error for a node that cannot be sharded: what, where in the user's code, what to change."""
+    return UnsupportedGraphError(f"{node.name} ({node.target}): {reason}\n  at {source_line(node)}\n  {knob}")
+
+
+def erase_unused(gm: fx.GraphModule) -> int:
+    """Erase nodes that nobody uses and that change nothing; return how many.
+
+    FX's own dead-code elimination asks a module-level table whether a node is impure and drops in-place method calls;
+    here only calls of ops with a pure schema go, and placeholders and collectives always stay.
+    """
+    erased = 0
+    for node in reversed(list(gm.graph.nodes)):
+        if node.op in ("call_function", "get_attr") and not node.users and not _has_effect(node):
+            gm.graph.erase_node(node)
+            erased += 1
+    return erased
+
+
+def _has_effect(node: fx.Node) -> bool:
+    if node.op == "get_attr":
+        return False
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return not _is_size_arithmetic(node)
+    return schema.is_mutable or node.target in fx.node._side_effectful_functions
+
+
+def _is_size_arithmetic(node: fx.Node) -> bool:
+    module = getattr(node.target, "__module__", "")
+    return module in ("_operator", "math") or getattr(node.target, "__name__", "").startswith("sym_")
+
+
+def calls(gm: fx.GraphModule, *targets: object) -> Iterator[fx.Node]:
+    """Yield the call_function nodes of these targets in graph order; safe to edit while iterating."""
+    wanted = set(targets)
+    yield from [node for node in gm.graph.nodes if node.op == "call_function" and node.target in wanted]
+
+
+def copy_meta(source: fx.Node, target: fx.Node) -> None:
+    """Give a new node the source line and module path of the node it stands for."""
+    for key in ("stack_trace", "nn_module_stack"):
+        if key in source.meta and key not in target.meta:
+            target.meta[key] = source.meta[key]
