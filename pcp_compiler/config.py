@@ -237,6 +237,12 @@ class Config(_Section):
         """What loading decided (aliases read, file values replaced), one sentence each; not part of the value."""
         return self._notes
 
+    def with_pcp_size(self, pcp_size: int) -> Config:
+        """Return the same config for another number of ranks."""
+        values = self.resolved()
+        values["parallel"]["pcp_size"] = pcp_size
+        return load_config(values)
+
     def resolved(self) -> dict[str, Any]:
         """Return a plain, JSON-able dict with every default filled in and every None or `auto` choice decided."""
         values = self.model_dump()

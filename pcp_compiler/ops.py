@@ -21,6 +21,7 @@ ATTENTION_KINDS = ("full",)
 """Attention kinds that can be sharded. Traces also hold the kinds below, which a pass has to resolve first."""
 UNRESOLVED_KINDS = {
     "masked": "a mask that was not proven to be the causal one",
+    "padded": "causal with the caller's padding flags [B, T], not yet required to be all ones",
     "bidirectional": "attention without a causal mask",
 }
 
@@ -41,7 +42,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, q_rows: Tens
 
     Args:
         q: [B, W, Hq, D]. k: [B, T, Hkv, D]. v: [B, T, Hkv, Dv]; Hq is a multiple of Hkv.
-        mask: kind "masked" only: what the model gave to SDPA, broadcastable to [B, Hq, W, T].
+        mask: kind "masked": what the model gave to SDPA, broadcastable to [B, Hq, W, T]; kind "padded": [B, T] flags.
         q_rows: [W] int64, the global row of each query row; None: query row i is global row i (W = T).
         layer: number of the layer, for messages. scale: factor on q.k.
     Returns:
@@ -49,9 +50,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, q_rows: Tens
     """
     if q.shape[1] == 0:
         return q.new_empty(*q.shape[:3], v.shape[3])
-    if q_rows is not None:
+    if q_rows is not None or kind == "padded":
         columns = torch.arange(k.shape[1], device=q.device)
-        mask = columns <= q_rows[:, None]
+        causal = columns <= (columns if q_rows is None else q_rows)[:, None]
+        mask = causal if mask is None else causal & mask.bool()[:, None, None, :]
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask,
         is_causal=kind == "full" and q_rows is None, scale=scale, enable_gqa=q.shape[2] != k.shape[2],

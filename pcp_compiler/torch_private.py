@@ -133,6 +133,13 @@ def source_example(placeholder: fx.Node) -> object:
 
 
 @contextmanager
+def real_tensors() -> Iterator[None]:
+    """Compute with real tensors inside an AOT compiler, which is called with a fake mode switched on."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield
+
+
+@contextmanager
 def one_trace_settings() -> Iterator[None]:
     """Settings under which one trace serves every length >= 1 (sizes of 0 and 1 and equal sizes stay symbols)."""
     shapes = torch.fx.experimental._config.patch(backed_size_oblivious=True, use_duck_shape=False)  # type: ignore[attr-defined]
