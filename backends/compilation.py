@@ -56,7 +56,10 @@ class Compilation:
     lowered: Lowered = field(init=False)
 
     def __post_init__(self) -> None:
-        self.lowered = lower(self.trace, self.config, record=self.config.dump.dir is not None)
+        shards = self.config.parallel.pcp_size > 1 and not self.trace.is_single_token
+        self._shards = shards
+        config = self.config if shards else self.config.with_pcp_size(1)
+        self.lowered = lower(self.trace, config, record=self.config.dump.dir is not None)
         placeholders = {entry.name: position for position, entry in enumerate(self.trace.inputs)}
         self._positions = placeholders
         self._index: tuple[int, torch.device, Partition, list[dict[str, Tensor]]] | None = None
@@ -99,7 +102,7 @@ class Compilation:
         for check in self.lowered.decisions.call_checks:
             _check_input(check, inputs[self._positions[check.input_name]])
         pcp_size = self.config.parallel.pcp_size
-        if pcp_size == 1 or num_tokens < self.config.parallel.min_tokens_to_shard_resolved:
+        if not self._shards or num_tokens < max(2, self.config.parallel.min_tokens_to_shard_resolved):
             return self._run_replicated(inputs, num_tokens)
         partition, index = self._index_for(num_tokens, device)
         program = self.lowered.program
@@ -119,7 +122,7 @@ class Compilation:
 
     @cached_property
     def _replicated(self) -> RankProgram:
-        if self.config.parallel.pcp_size == 1:
+        if not self._shards:
             return self.lowered.program
         return lower(self.trace, self.config.with_pcp_size(1)).program
 

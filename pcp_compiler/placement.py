@@ -594,7 +594,7 @@ def _as_list(value: object) -> list:  # type: ignore[type-arg]
 REPLAYED_WHOLE: Mapping[object, None] = dict.fromkeys(
     _overloads(
         "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "squeeze.dim", "squeeze.dims", "transpose.int",
-        "permute", "t", "expand", "clone", "detach", "alias", "cat",
+        "permute", "t", "expand", "slice.Tensor", "clone", "detach", "alias", "cat",
     )
 )  # fmt: skip
 """Ops that move no data worth a collective: their complete result is made from their complete input."""

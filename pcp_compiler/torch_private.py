@@ -176,6 +176,16 @@ def new_row_symbol(mode: FakeTensorMode | None) -> tuple[FakeTensorMode, torch.S
     return mode, width
 
 
+def is_at_most_one(size: int | torch.SymInt) -> bool:
+    """Return whether a size is known to be 0 or 1."""
+    return bool(torch.fx.experimental.symbolic_shapes.statically_known_true(size <= 1))
+
+
+def is_surely_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Return whether two sizes are equal, guarding on it when they are symbols with equal values."""
+    return bool(torch.fx.experimental.symbolic_shapes.guard_or_false(a == b))
+
+
 def size_expression(size: int | torch.SymInt) -> sympy.Expr:
     """Return a size as a sympy expression over the graph's symbols."""
     if isinstance(size, torch.SymInt):

@@ -66,6 +66,11 @@ class Trace:
         """T: a number in a static graph, a symbol in a dynamic one."""
         return num_tokens(self.graph_module, self.seeds)
 
+    @property
+    def is_single_token(self) -> bool:
+        """Whether the graph serves one token only, so that there is nothing to shard."""
+        return torch_private.is_at_most_one(self.num_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleTrace:
@@ -157,7 +162,7 @@ def sdpa_as_pcp(layer: int, query: Tensor, key: Tensor, value: Tensor, attn_mask
         )
     if query.dim() == 3:
         return sdpa_as_pcp(layer, query[None], key[None], value[None], attn_mask, 0.0, is_causal, scale, enable_gqa)[0]
-    is_one_row = torch.fx.experimental.symbolic_shapes.statically_known_true(query.shape[2] == 1) and key.shape[2] == 1
+    is_one_row = torch_private.is_at_most_one(query.shape[2]) and torch_private.is_at_most_one(key.shape[2])
     kind = "masked" if attn_mask is not None else "full" if is_causal or is_one_row else "bidirectional"
     out = ops.ATTENTION(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask, None, layer=layer, kind=kind,
@@ -412,7 +417,7 @@ def is_positions(entry: TraceInput) -> bool:
 def _check_same_length(lengths: Mapping[str, int | torch.SymInt]) -> None:
     first = next(iter(lengths.values()))
     for size in lengths.values():
-        if not torch.fx.experimental.symbolic_shapes.guard_or_false(size == first):
+        if not torch_private.is_surely_equal(size, first):
             table = ", ".join(f"{name} has {value}" for name, value in lengths.items())
             raise UnsupportedGraphError(
                 f"token inputs have different lengths: {table}; say which ones count tokens in option tokens, "
