@@ -30,17 +30,25 @@ KEPT_CALLS = 64
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """What one call did: tokens, real rows of each rank, padded rows, collectives that ran."""
+    """What one call did: tokens, real rows and query-key pairs of each rank, padded rows, collectives."""
 
     num_tokens: int
     rows_per_rank: tuple[int, ...]
     width: int
+    attention_work: tuple[int, ...]
     collectives: tuple[ExecutedCollective, ...]
 
     @property
     def is_sharded(self) -> bool:
         """False when every rank ran all rows (a short prompt, or one rank)."""
         return sum(self.rows_per_rank) == self.num_tokens and len(self.rows_per_rank) > 1
+
+    @property
+    def attention_balance(self) -> float:
+        """Causal attention work of the slowest rank over the mean; row t costs t + 1 keys. Replicated rows: 1."""
+        if not self.is_sharded:
+            return 1.0
+        return max(self.attention_work) * len(self.attention_work) / sum(self.attention_work)
 
 
 @dataclass(eq=False)
@@ -109,7 +117,11 @@ class Compilation:
         with torch.no_grad():
             done = run_lockstep([program.start(inputs, index[rank]) for rank in range(pcp_size)])
         self._check_path(done, program)
-        self._record(CallRecord(num_tokens, partition.per_rank, partition.width, tuple(done.collectives)))
+        self._record(
+            CallRecord(
+                num_tokens, partition.per_rank, partition.width, _attention_work(partition), tuple(done.collectives)
+            )
+        )
         return list(done.outputs[0])
 
     def _run_replicated(self, inputs: Sequence[object], num_tokens: int) -> list[object]:
@@ -117,7 +129,8 @@ class Compilation:
         with torch.no_grad():
             done = run_lockstep([self._replicated.start(inputs, {})])
         pcp_size = self.config.parallel.pcp_size
-        self._record(CallRecord(num_tokens, (num_tokens,) * pcp_size, num_tokens, ()))
+        work = (num_tokens * (num_tokens + 1) // 2,) * pcp_size
+        self._record(CallRecord(num_tokens, (num_tokens,) * pcp_size, num_tokens, work, ()))
         return list(done.outputs[0])
 
     @cached_property
@@ -152,6 +165,14 @@ class Compilation:
         self.num_calls += 1
         self.num_sharded += call.is_sharded
         self.calls.append(call)
+
+
+def _attention_work(partition: Partition) -> tuple[int, ...]:
+    """Return the query-key pairs of each rank's rows."""
+    return tuple(
+        sum((s.global_stop * (s.global_stop + 1) - s.global_start * (s.global_start + 1)) // 2 for s in spans)
+        for spans in partition.spans
+    )
 
 
 def _check_input(check: CallCheck, value: object) -> None:

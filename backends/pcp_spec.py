@@ -45,6 +45,8 @@ class PcpSpecBackend:
             ConfigError: options or mode. BypassError: not the whole model would be compiled.
             UnsupportedGraphError: the model cannot be sharded.
         """
+        if torch_private.errors_are_suppressed():
+            return _refuse_to_run
         if mode is not None:
             raise ConfigError(f"mode={mode!r} is not used by backend pcp_spec; allowed: options={{...}} without mode")
         config = load_config(options)
@@ -79,7 +81,9 @@ class PcpSpecBackend:
     def _check_mode(self, gm: fx.GraphModule, inputs: tuple[TraceInput, ...], target: object) -> None:
         """Refuse training; programs run without gradients, which is said once."""
         if isinstance(target, nn.Module) and target.training:
-            raise UnsupportedGraphError(f"{type(target).__name__} is in training mode; call model.eval() before compiling")
+            raise UnsupportedGraphError(
+                f"{type(target).__name__} is in training mode; call model.eval() before compiling"
+            )
         for node in gm.graph.nodes:
             if node.target is F.dropout and node.kwargs.get("training", True) and node.kwargs.get("p", 0.5):
                 raise refuse(node, "dropout is active", "call model.eval() before compiling")
@@ -98,11 +102,6 @@ class PcpSpecBackend:
 
 def _check_not_bypassed(gm: fx.GraphModule) -> object:
     """Return the module or function being compiled; raise when not all of it would run in our program."""
-    if torch_private.errors_are_suppressed():
-        raise BypassError(
-            "torch._dynamo.config.suppress_errors is True: an error would be swallowed and the original model run; "
-            "set it to False"
-        )
     line = torch_private.graph_break(gm)
     if line is not None:
         raise BypassError(
@@ -111,7 +110,9 @@ def _check_not_bypassed(gm: fx.GraphModule) -> object:
         )
     frame = torch_private.compile_frame()
     if frame is None:
-        raise BypassError("the backend was not called from torch.compile; allowed: torch.compile(model, backend='pcp_spec')")
+        raise BypassError(
+            "the backend was not called from torch.compile; allowed: torch.compile(model, backend='pcp_spec')"
+        )
     if frame.foreign is not None:
         at = f"{frame.foreign.filename}:{frame.foreign.lineno} in {frame.foreign.name}"
         raise BypassError(
@@ -126,6 +127,14 @@ def _check_not_bypassed(gm: fx.GraphModule) -> object:
     return frame.target
 
 
+def _refuse_to_run(*_args: object) -> NoReturn:
+    """Stand in for a program while Dynamo would swallow an error at compile time and run the original model."""
+    raise BypassError(
+        "torch._dynamo.config.suppress_errors is True: an error would be swallowed and the original model run; set it "
+        "to False and call torch.compiler.reset()"
+    )
+
+
 def _refuse_training(*_args: object) -> NoReturn:
     raise UnsupportedGraphError("the graph needs gradients; allowed: inference under torch.no_grad()")
 
@@ -134,7 +143,9 @@ def _refuse_cache_inputs(gm: fx.GraphModule, inputs: tuple[TraceInput, ...]) -> 
     """Refuse graphs that continue from a KV cache: their keys are not those of this call's rows."""
     for entry in inputs:
         if entry.kind == "user" and any(word in entry.source for word in ("past_key_values", ".layers[", "cache")):
-            raise UnsupportedGraphError(f"input {entry.source} is a KV cache: this call continues from one; {_CACHE_KNOB}")
+            raise UnsupportedGraphError(
+                f"input {entry.source} is a KV cache: this call continues from one; {_CACHE_KNOB}"
+            )
 
 
 backend = PcpSpecBackend()

@@ -2,9 +2,9 @@
 
 Before:
     %le : bool[1, 1, T, T] = ...                                  # arange <= arange
-    %attention : f32[1, T, 4, 16] = pcp.attention(%q, %k, %v, %le, None, layer=0, kind='masked', scale=0.25)
+    %attention : f32[1, T, 4, 16] = pcp.attention.default(%q, %k, %v, %le, None, layer=0, kind='masked', scale=0.25)
 After:
-    %attention : f32[1, T, 4, 16] = pcp.attention(%q, %k, %v, None, None, layer=0, kind='full', scale=0.25)
+    %attention : f32[1, T, 4, 16] = pcp.attention.default(%q, %k, %v, None, None, layer=0, kind='full', scale=0.25)
 
 Why here: before infer_placements, which could not shard a [T, T] mask; the calls themselves became `pcp::attention`
     while the model was traced, since after functionalisation an attention is no longer one call.
@@ -60,6 +60,7 @@ class CanonicalizeAttention(Pass):
             if mask not in proven:
                 _prove_causal(gm, node, mask, ctx)
                 proven.add(mask)
+        for node in masked:
             node.update_arg(3, None)
             node.update_kwarg("kind", "full")
         erase_unused(gm)

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from pcp_compiler.errors import InvariantError
-from pcp_compiler.pass_api import Pass, PassContext, PassResult, calls, erase_unused
+from pcp_compiler.pass_api import Pass, PassContext, PassResult, calls, erase_unused, refuse
 from pcp_compiler.sizes import SizeNodes
 
 aten = torch.ops.aten
@@ -40,17 +40,25 @@ class ExplicitShapes(Pass):
 
     name: ClassVar[str] = "explicit_shapes"
 
+    def requires(self, gm: fx.GraphModule, ctx: PassContext) -> None:
+        sizes = SizeNodes(gm.graph)
+        needed = [(node, node.meta["val"]) for node in _sizes_of_results(gm)]
+        needed += [(node, size) for node in calls(gm, *SIZE_ARGUMENT) for size in _inferred_sizes(node).values()]
+        for node, size in needed:
+            obstacle = sizes.find_obstacle(size)
+            if obstacle is not None:
+                raise refuse(node, obstacle, "compute with tensors whose sizes follow from the sizes of the inputs")
+
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         sizes = SizeNodes(gm.graph)
-        rewrites = 0
-        for node in calls(gm, aten.sym_size.int):
-            if node.args[0].op != "placeholder":  # type: ignore[union-attr]
-                _replace_size(node, sizes.node_for(node.meta["val"]))
-                rewrites += 1
-        for node in calls(gm, *SIZE_ARGUMENT):
-            rewrites += _write_out(node, sizes)
+        read_off = _sizes_of_results(gm)
+        for node in read_off:
+            _replace_size(node, sizes.node_for(node.meta["val"]))
+        views = [node for node in calls(gm, *SIZE_ARGUMENT) if _inferred_sizes(node)]
+        for node in views:
+            _write_out(node, sizes)
         erase_unused(gm)
-        return PassResult(gm, rewrites)
+        return PassResult(gm, len(read_off) + len(views))
 
     def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         for node in calls(gm, *SIZE_ARGUMENT):
@@ -73,12 +81,22 @@ def _swap(value, old: fx.Node, new: object):  # type: ignore[no-untyped-def]
     return new if value is old else value
 
 
-def _write_out(node: fx.Node, sizes: SizeNodes) -> int:
-    position = SIZE_ARGUMENT[node.target]  # type: ignore[index]
-    given = node.args[position]
+def _sizes_of_results(gm: fx.GraphModule) -> list[fx.Node]:
+    """Return the nodes that read a size off a tensor that is not an input."""
+    return [node for node in calls(gm, aten.sym_size.int) if node.args[0].op != "placeholder"]  # type: ignore[union-attr]
+
+
+def _inferred_sizes(node: fx.Node) -> dict[int, int | torch.SymInt]:
+    """Return the sizes that a view leaves to be inferred, by dim."""
+    given = node.args[SIZE_ARGUMENT[node.target]]  # type: ignore[index]
     assert isinstance(given, (list, tuple))
-    if -1 not in given:
-        return 0
-    written = [sizes.node_for(node.meta["val"].shape[i]) if size == -1 else size for i, size in enumerate(given)]
+    return {dim: node.meta["val"].shape[dim] for dim, size in enumerate(given) if size == -1}
+
+
+def _write_out(node: fx.Node, sizes: SizeNodes) -> None:
+    """Replace each -1 in the sizes of a view."""
+    position = SIZE_ARGUMENT[node.target]  # type: ignore[index]
+    written = list(node.args[position])  # type: ignore[arg-type]
+    for dim, size in _inferred_sizes(node).items():
+        written[dim] = sizes.node_for(size)
     node.update_arg(position, written)
-    return 1

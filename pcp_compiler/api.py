@@ -118,15 +118,15 @@ def assert_sharded(compiled: object, calls: int, pcp_size: int, *, replicated: i
         for record in entry.calls:
             if record.is_sharded:
                 assert record.width < record.num_tokens or record.num_tokens == 1, f"a rank ran all rows: {record}"
-                assert len(record.collectives) == len(entry.lowered.program.schedule) > 0, f"no collective ran: {record}"
+                assert len(record.collectives) == len(entry.lowered.program.schedule) > 0, (
+                    f"no collective ran: {record}"
+                )
     expected = calls - replicated if pcp_size > 1 else 0
     assert sharded == expected, f"{sharded} of {calls} calls ran sharded, expected {expected}"
     return records
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, layer: int, kind: str = "full", scale: float | None = None
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, layer: int, kind: str = "full", scale: float | None = None) -> Tensor:
     """Causal attention of a prompt's rows over themselves; sharded when compiled, plain SDPA otherwise.
 
     Args:

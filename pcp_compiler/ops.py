@@ -107,7 +107,9 @@ def _unpack_rows(rows: Tensor, like: Tensor, dim: int) -> Tensor:
 
 
 def _needs_ranks(*_args: object, **_kwargs: object) -> Tensor:
-    raise RuntimeError("a pcp collective runs for all ranks at once: run the graph with pcp_compiler.ranks.run_lockstep")
+    raise RuntimeError(
+        "a pcp collective runs for all ranks at once: run the graph with pcp_compiler.ranks.run_lockstep"
+    )
 
 
 def _with_rows(x: Tensor, dim: int, num_rows: int | torch.SymInt) -> Tensor:

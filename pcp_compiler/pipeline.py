@@ -90,7 +90,9 @@ def lower(trace: Trace, config: Config, *, record: bool = False) -> Lowered:
         gm, stage = run_pass(step, gm, ctx, record=record)
         stages.append(stage)
     gm.recompile()
-    program = build_program(gm, dict(trace.seeds), pcp_size=config.parallel.pcp_size, title=f"prefill, P = {config.parallel.pcp_size}")
+    program = build_program(
+        gm, dict(trace.seeds), pcp_size=config.parallel.pcp_size, title=f"prefill, P = {config.parallel.pcp_size}"
+    )
     return Lowered(program, tuple(stages), ctx.decisions)
 
 

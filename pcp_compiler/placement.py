@@ -451,7 +451,7 @@ def pad(call: Call, node: fx.Node, rows: Rows) -> Verdict | None:
     """Padding another dim keeps the rows."""
     widths = _as_list(call.arg(1, "pad"))
     first_padded = len(call.sizes(node)) - len(widths) // 2
-    if rows.dim >= first_padded and any(widths[2 * (len(call.shape) - 1 - rows.dim):][:2]):
+    if rows.dim >= first_padded and any(widths[2 * (len(call.shape) - 1 - rows.dim) :][:2]):
         return Whole(None, "pads the tokens")
     return Local(rows, (rows,))
 

@@ -66,19 +66,21 @@ def compile_frame() -> CompileFrame | None:
 
 def compiled_target(compiled: object) -> object:
     """Return the module or function that `torch.compile` was given for this compiled object, None if it is none."""
-    if isinstance(compiled, torch._dynamo.eval_frame.OptimizedModule):
-        return compiled._orig_mod
-    if inspect.isfunction(compiled) and "fn" in compiled.__code__.co_freevars:
-        return _unwrap_target(_closure(compiled)["fn"])
+    wrapper = _compile_wrapper(compiled)
+    if isinstance(wrapper, torch._dynamo.eval_frame.OptimizedModule):
+        return wrapper._orig_mod
+    if inspect.isfunction(wrapper) and "fn" in wrapper.__code__.co_freevars:
+        return _unwrap_target(_closure(wrapper)["fn"])
     return None
 
 
 def compiled_options(compiled: object) -> Mapping[str, object] | None:
     """Return the `options` that a `torch.compile` wrapper hands to its backend; None when it has another backend."""
-    if isinstance(compiled, torch._dynamo.eval_frame.OptimizedModule):
-        context = compiled.dynamo_ctx
-    elif inspect.isfunction(compiled) and "self" in compiled.__code__.co_freevars:
-        context = _closure(compiled)["self"]
+    wrapper = _compile_wrapper(compiled)
+    if isinstance(wrapper, torch._dynamo.eval_frame.OptimizedModule):
+        context = wrapper.dynamo_ctx
+    elif inspect.isfunction(wrapper) and "self" in wrapper.__code__.co_freevars:
+        context = _closure(wrapper)["self"]
     else:
         return None
     for layer in _callbacks(getattr(context, "callback", None)):
@@ -201,6 +203,13 @@ def size_from_expression(mode: FakeTensorMode, expression: sympy.Expr) -> int | 
     size = mode.shape_env.create_symintnode(expression, hint=None)
     assert isinstance(size, torch.SymInt)
     return size
+
+
+def _compile_wrapper(compiled: object) -> object:
+    """Return what `torch.compile` returned: the object itself, or what `nn.Module.compile` keeps in the module."""
+    if isinstance(compiled, torch.nn.Module) and not isinstance(compiled, torch._dynamo.eval_frame.OptimizedModule):
+        return compiled._compiled_call_impl
+    return compiled
 
 
 def _callbacks(callback: object) -> Iterator[object]:

@@ -201,9 +201,7 @@ def dynamo_inputs(gm: fx.GraphModule) -> tuple[TraceInput, ...]:
     return tuple(found)
 
 
-def trace_dynamo_graph(
-    aten_gm: fx.GraphModule, inputs: tuple[TraceInput, ...], tokens: Mapping[str, int]
-) -> Trace:
+def trace_dynamo_graph(aten_gm: fx.GraphModule, inputs: tuple[TraceInput, ...], tokens: Mapping[str, int]) -> Trace:
     """Return the `Trace` of what AOT made of a Dynamo graph, whose placeholders it kept in order.
 
     Args:

@@ -56,7 +56,8 @@ def print_program(
         constants=[(_constant_name(n), _constant(gm, n)) for n in _unique_constants(gm)],
         inputs=inputs,
         results=", ".join(
-            format_value(n.meta.get("val"), names) if isinstance(n, fx.Node) else repr(n) for n in output.args[0]  # type: ignore[union-attr]
+            format_value(n.meta.get("val"), names) if isinstance(n, fx.Node) else repr(n)
+            for n in output.args[0]  # type: ignore[union-attr]
         ),
         body=body,
         num_tokens=length if isinstance(length, int) else 64,
@@ -66,7 +67,9 @@ def print_program(
 @cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("pcp_compiler.codegen"), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+        loader=jinja2.PackageLoader("pcp_compiler.codegen"),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
     )
     return environment.get_template("program.py.jinja")
 
@@ -96,7 +99,12 @@ def _lookup_bound(node: fx.Node, seen: set[fx.Node]) -> int | None:
             table = user.args[0]
             assert isinstance(table, fx.Node)
             return int(table.meta["val"].shape[0])
-        if user not in seen and user.target in (ops.SHARD, aten.view.default, aten._to_copy.default, aten.clone.default):
+        if user not in seen and user.target in (
+            ops.SHARD,
+            aten.view.default,
+            aten._to_copy.default,
+            aten.clone.default,
+        ):
             seen.add(user)
             bound = _lookup_bound(user, seen)
             if bound is not None:
@@ -166,7 +174,9 @@ def _constant_name(node: fx.Node) -> str:
 def _constant(gm: fx.GraphModule, node: fx.Node) -> str:
     value = getattr(gm, str(node.target))
     if not isinstance(value, Tensor):
-        raise UnsupportedGraphError(f"{node.name}: constant {node.target} is a {type(value).__name__}; allowed: tensors")
+        raise UnsupportedGraphError(
+            f"{node.name}: constant {node.target} is a {type(value).__name__}; allowed: tensors"
+        )
     return f"torch.tensor({value.tolist()!r}, dtype={value.dtype}, device={str(value.device)!r})"
 
 
@@ -182,7 +192,9 @@ def _target(target: object) -> str:
         return f"operator.{name}"
     if getattr(math, name, None) is target or getattr(torch, name, None) is target:
         return f"torch.{name}" if getattr(torch, name, None) is target else f"__import__('math').{name}"
-    raise UnsupportedGraphError(f"call target {target!r} cannot be printed as Python; allowed: torch ops, operator, math")
+    raise UnsupportedGraphError(
+        f"call target {target!r} cannot be printed as Python; allowed: torch ops, operator, math"
+    )
 
 
 def _argument(value: object) -> str:
