@@ -1,5 +1,7 @@
 """Write every size of a view as a number or an expression of input sizes, never as -1 or as another tensor's size.
 
+A squeeze likewise names only the dims that it removes.
+
 Before:
     %sym_size : T = aten.sym_size.int(%mul, 1)
     %view : f32[1, T, 4, 16] = aten.view.default(%mul, [1, %sym_size, -1, 16])
@@ -8,7 +10,8 @@ After:
     %view : f32[1, T, 4, 16] = aten.view.default(%mul, [1, %sym_size, 4, 16])
 
 Why here: first on every graph. A rank without rows has W = 0, and -1 has no answer for zero elements; a size read off
-    a tensor that gets sharded would be W where the model meant T.
+    a tensor that gets sharded would be W where the model meant T; a squeeze of all dims would remove the rows of a
+    rank that has one.
 Leaves alone: sizes that are already numbers or input sizes.
 """
 
@@ -23,6 +26,7 @@ from torch import fx
 from pcp_compiler.errors import InvariantError
 from pcp_compiler.pass_api import Pass, PassContext, PassResult, calls, erase_unused, refuse
 from pcp_compiler.sizes import SizeNodes
+from pcp_compiler.torch_private import is_surely_equal
 
 aten = torch.ops.aten
 SIZE_ARGUMENT = {
@@ -32,6 +36,7 @@ SIZE_ARGUMENT = {
     aten.expand.default: 1,
 }
 """Ops whose result size is an argument, and which one."""
+SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,11 @@ class ExplicitShapes(Pass):
         views = [node for node in calls(gm, *SIZE_ARGUMENT) if _inferred_sizes(node)]
         for node in views:
             _write_out(node, sizes)
+        squeezes = [node for node in calls(gm, *SQUEEZES) if _kept_dims(node)]
+        for node in squeezes:
+            _name_dims(node)
         erase_unused(gm)
-        return PassResult(gm, len(read_off) + len(views))
+        return PassResult(gm, len(read_off) + len(views) + len(squeezes))
 
     def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         for node in calls(gm, *SIZE_ARGUMENT):
@@ -100,3 +108,23 @@ def _write_out(node: fx.Node, sizes: SizeNodes) -> None:
     for dim, size in _inferred_sizes(node).items():
         written[dim] = sizes.node_for(size)
     node.update_arg(position, written)
+
+
+def _asked_dims(node: fx.Node) -> list[int]:
+    """Return the dims that a squeeze removes if their size is 1, counted from the front."""
+    ndim = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
+    asked = range(ndim) if len(node.args) == 1 else node.args[1]
+    return [dim % ndim for dim in ([asked] if isinstance(asked, int) else asked)]  # type: ignore[union-attr]
+
+
+def _kept_dims(node: fx.Node) -> list[int]:
+    """Return the dims that a squeeze is asked to remove and keeps, since their size is not 1."""
+    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    return [dim for dim in _asked_dims(node) if not is_surely_equal(shape[dim], 1)]
+
+
+def _name_dims(node: fx.Node) -> None:
+    """Let a squeeze ask for the dims that it removes only."""
+    kept = _kept_dims(node)
+    node.target = aten.squeeze.dims
+    node.args = (node.args[0], [dim for dim in _asked_dims(node) if dim not in kept])

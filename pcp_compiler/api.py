@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
+from inspect import signature
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ class CompiledModel:
 
     def __init__(self, model: Any, config: Config) -> None:
         self._config = config
-        self._compiled = torch.compile(model, backend="pcp_spec", fullgraph=True, options=config.resolved())
+        self._positional = _positional_names(model)
+        self._compiled: Any = torch.compile(model, backend="pcp_spec", fullgraph=True, options=config.resolved())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; integer inputs (or those of option tokens) may have another length each time."""
@@ -51,13 +53,20 @@ class CompiledModel:
 
     def _mark_token_dims(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         tokens = self._config.tokens
-        for name, value in [*((None, value) for value in args), *kwargs.items()]:
+        names = chain(self._positional, repeat(""))  # "" for those of *args
+        for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
             if not isinstance(value, Tensor) or value.dim() == 0:
                 continue
             if name in tokens:
-                torch._dynamo.mark_dynamic(value, tokens[name] % value.dim())
+                torch_private.mark_dynamic(value, tokens[name] % value.dim())
             elif not value.is_floating_point():
-                torch._dynamo.mark_dynamic(value, value.dim() - 1)
+                torch_private.mark_dynamic(value, value.dim() - 1)
+
+
+def _positional_names(model: Any) -> tuple[str, ...]:
+    """Return the names of the arguments that a caller may give by position."""
+    parameters = signature(model.forward if isinstance(model, nn.Module) else model).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
 
 
 def inspect(

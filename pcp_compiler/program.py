@@ -85,13 +85,17 @@ def run_example(
 
 def _random_input(spec: InputSpec, num_tokens: int, generator: torch.Generator) -> Tensor | int:
     name, dtype, sizes, _, bound = spec
-    shape = [num_tokens if size == "T" else size for size in sizes]
-    if unknown := [size for size in shape if isinstance(size, str)]:
-        raise ValueError(f"input {name}: size {unknown[0]} is not known; edit INPUTS")
+    shape = [_size_number(name, num_tokens if size == "T" else size) for size in sizes]
     if dtype is None:
-        return int(shape[0])
+        return shape[0]
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype) / 16
     if "position" in name:
         return torch.arange(num_tokens).expand(shape).to(dtype)
     return torch.randint(0, bound or 2, shape, generator=generator).to(dtype)
+
+
+def _size_number(name: str, size: int | str) -> int:
+    if isinstance(size, str):
+        raise ValueError(f"input {name}: size {size} is not known; edit INPUTS")
+    return size

@@ -145,8 +145,13 @@ def real_tensors() -> Iterator[None]:
 def one_trace_settings() -> Iterator[None]:
     """Settings under which one trace serves every length >= 1 (sizes of 0 and 1 and equal sizes stay symbols)."""
     shapes = torch.fx.experimental._config.patch(backed_size_oblivious=True, use_duck_shape=False)  # type: ignore[attr-defined]
-    with shapes, torch._dynamo.config.patch(specialize_float=True):  # type: ignore[attr-defined]
+    with shapes, torch._dynamo.config.patch(specialize_float=True):
         yield
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Let Dynamo make a size of an input a symbol at its first call."""
+    torch._dynamo.mark_dynamic(tensor, dim)
 
 
 def fake_mode_with_symbols() -> FakeTensorMode:

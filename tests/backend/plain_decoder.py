@@ -124,7 +124,3 @@ def make_decoder(config: DecoderConfig | None = None, *, seed: int = 0, dtype: t
     return Decoder(config or DecoderConfig()).to(dtype).eval().requires_grad_(False)
 
 
-def make_ids(num_tokens: int, *, batch: int = 1, seed: int = 0, vocab_size: int = 61) -> Tensor:
-    """Return random token ids [B, T], int64."""
-    generator = torch.Generator().manual_seed(seed + 1000 * num_tokens)
-    return torch.randint(0, vocab_size, (batch, num_tokens), generator=generator)
