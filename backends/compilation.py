@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 from pcp_compiler import dump
 from pcp_compiler.config import Config
 from pcp_compiler.errors import CallError, InvariantError
-from pcp_compiler.pass_api import CallCheck
+from pcp_compiler.pass_api import CallCheck, refuse
 from pcp_compiler.pipeline import Lowered, Stage, lower
 from pcp_compiler.plan.partition import Partition, partition_batch
 from pcp_compiler.program import RankProgram
@@ -64,6 +65,7 @@ class Compilation:
     lowered: Lowered = field(init=False)
 
     def __post_init__(self) -> None:
+        _refuse_random_ops(self.trace)
         shards = self.config.parallel.pcp_size > 1 and not self.trace.is_single_token
         self._shards = shards
         config = self.config if shards else self.config.with_pcp_size(1)
@@ -88,6 +90,12 @@ class Compilation:
     def programs(self) -> dict[tuple[str, int], RankProgram]:
         """The program of each (phase, rank); ranks differ in their index inputs only."""
         return {("prefill", rank): self.lowered.program for rank in range(self.config.parallel.pcp_size)}
+
+    def for_another_model(self, name: str) -> Compilation:
+        """Return a compilation with the same program and its own count of calls."""
+        other = copy.copy(self)
+        other.name, other.num_calls, other.num_sharded, other.calls = name, 0, 0, deque(maxlen=KEPT_CALLS)
+        return other
 
     def write(self, folder: str | Path) -> Path:
         """Write one folder per rank with every stage of the graph; return the folder. See `pcp_compiler.dump`."""
@@ -173,6 +181,13 @@ def _attention_work(partition: Partition) -> tuple[int, ...]:
         sum((s.global_stop * (s.global_stop + 1) - s.global_start * (s.global_start + 1)) // 2 for s in spans)
         for spans in partition.spans
     )
+
+
+def _refuse_random_ops(trace: Trace) -> None:
+    """Raise UnsupportedGraphError for dropout and whatever else draws random numbers: each rank would draw its own."""
+    for node in trace.graph_module.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise refuse(node, "draws random numbers, as active dropout does", "call model.eval() before compiling")
 
 
 def _check_input(check: CallCheck, value: object) -> None:

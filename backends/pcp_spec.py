@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from functorch.compile import aot_module_simplified, make_boxed_func
 from torch import Tensor, fx, nn
 
@@ -20,7 +19,6 @@ from pcp_compiler import torch_private
 from pcp_compiler.backends.compilation import Compilation
 from pcp_compiler.config import Config, load_config
 from pcp_compiler.errors import BypassError, ConfigError, UnsupportedGraphError
-from pcp_compiler.pass_api import refuse
 from pcp_compiler.trace import TraceInput, dynamo_inputs, replace_sdpa, trace_dynamo_graph
 
 log = logging.getLogger(__name__)
@@ -63,7 +61,7 @@ class PcpSpecBackend:
             with torch_private.real_tensors():
                 compilation = Compilation(config, trace, name=type(target).__name__)
             self._compilations.setdefault(target, []).append(compilation)
-            return make_boxed_func(lambda *args: compilation.run(args))  # type: ignore[no-any-return]
+            return make_boxed_func(self._runner(compilation, target))  # type: ignore[no-any-return]
 
         with torch.no_grad():
             return aot_module_simplified(  # type: ignore[no-any-return]
@@ -71,12 +69,31 @@ class PcpSpecBackend:
             )
 
     def reset(self) -> None:
-        """Forget all compilations; called by `torch._dynamo.reset()`, possibly several times."""
+        """Forget all compilations and given warnings; called by `torch._dynamo.reset()`, possibly several times."""
         self._compilations.clear()
+        self._warned_about_gradients = False
 
     def compilations(self, target: object) -> list[Compilation]:
         """Return what was compiled for a module or function."""
         return self._compilations.get(target, [])
+
+    def _runner(self, compilation: Compilation, target: object) -> Callable[..., list[object]]:
+        """Return the function that Dynamo's code calls.
+
+        Weights are inputs, so Dynamo runs the code of one model for others with the same forward, sizes and options;
+        each of them gets a compilation of its own, which shares the program.
+        """
+        shared: weakref.WeakKeyDictionary[object, Compilation] = weakref.WeakKeyDictionary({target: compilation})
+
+        def run(*inputs: object) -> list[object]:
+            frame = torch_private.compile_frame()
+            caller = target if frame is None else frame.target
+            if caller not in shared:
+                shared[caller] = compilation.for_another_model(type(caller).__name__)
+                self._compilations.setdefault(caller, []).append(shared[caller])
+            return shared[caller].run(inputs)
+
+        return run
 
     def _check_mode(self, gm: fx.GraphModule, inputs: tuple[TraceInput, ...], target: object) -> None:
         """Refuse training; programs run without gradients, which is said once."""
@@ -84,9 +101,6 @@ class PcpSpecBackend:
             raise UnsupportedGraphError(
                 f"{type(target).__name__} is in training mode; call model.eval() before compiling"
             )
-        for node in gm.graph.nodes:
-            if node.target is F.dropout and node.kwargs.get("training", True) and node.kwargs.get("p", 0.5):
-                raise refuse(node, "dropout is active", "call model.eval() before compiling")
         if not torch.is_grad_enabled():
             return
         for node, entry in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):

@@ -12,7 +12,8 @@ After:
     %attention : f32[1, W, 4, 16] = pcp.attention.default(%q, %k_view, %v_view, None, %local_rows, layer=0, ...)
 
 Why here: after shard_tokens put one unshard at K and one at V, before anything cuts the graph at collectives.
-Leaves alone: K and V of different dtypes, K and V that are one tensor, and unshards that no attention reads.
+Leaves alone: K and V of different dtypes, K and V that are one tensor, unshards that no attention reads, and K (or V)
+    that something reads before V (or K) is there.
 """
 
 from __future__ import annotations
@@ -44,12 +45,15 @@ class GatherKv(Pass):
 
 def _find_pairs(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield the unshards of K and of V of each attention that has one of its own for both."""
+    order = _positions(gm)
     taken: set[fx.Node] = set()
     for node in calls(gm, ops.ATTENTION):
         k, v = (_unshard_behind(node.args[i]) for i in (1, 2))
         if k is None or v is None or k is v or taken & {k, v}:
             continue
-        if k.meta["val"].dtype == v.meta["val"].dtype:
+        inputs_ready = max(order[_input(k)], order[_input(v)])
+        is_read_early = any(order[user] < inputs_ready for user in (*k.users, *v.users))
+        if k.meta["val"].dtype == v.meta["val"].dtype and not is_read_early:
             taken |= {k, v}
             yield k, v
 
@@ -63,11 +67,22 @@ def _unshard_behind(value: object) -> fx.Node | None:
     return _unshard_behind(value.args[0]) if value.target in REPLAYED_WHOLE else None
 
 
+def _positions(gm: fx.GraphModule) -> dict[fx.Node, int]:
+    """Return the place of each node in graph order."""
+    return {node: position for position, node in enumerate(gm.graph.nodes)}
+
+
+def _input(unshard: fx.Node) -> fx.Node:
+    """Return the node whose rows an unshard gathers."""
+    assert isinstance(unshard.args[0], fx.Node)
+    return unshard.args[0]
+
+
 def _pack(gm: fx.GraphModule, k: fx.Node, v: fx.Node) -> None:
     """Replace two unshards by one gather; the second of them in graph order is where both inputs exist."""
-    order = {node: position for position, node in enumerate(gm.graph.nodes)}
-    xs, dims = [k.args[0], v.args[0]], [k.args[2], v.args[2]]
-    ready = max((x for x in xs if isinstance(x, fx.Node)), key=order.__getitem__)
+    order = _positions(gm)
+    xs, dims = [_input(k), _input(v)], [k.args[2], v.args[2]]
+    ready = max(xs, key=order.__getitem__)
     first = min((k, v), key=order.__getitem__)
     with gm.graph.inserting_after(ready):
         start = gm.graph.call_function(ops.GATHER_START, (xs, dims))
@@ -75,9 +90,8 @@ def _pack(gm: fx.GraphModule, k: fx.Node, v: fx.Node) -> None:
         wait = gm.graph.call_function(ops.GATHER_WAIT, (start, xs, k.args[1], dims))
     with gm.graph.inserting_after(wait):
         items = [gm.graph.call_function(operator.getitem, (wait, i)) for i in (1, 0)][::-1]
-    values = [n.meta["val"].detach() if isinstance(n, fx.Node) else n for n in xs]
-    with values[0].fake_mode:
-        start.meta["val"] = ops.GATHER_START(values, dims)
+    with xs[0].meta["val"].fake_mode:
+        start.meta["val"] = ops.GATHER_START([x.meta["val"] for x in xs], dims)
     wait.meta["val"] = [k.meta["val"], v.meta["val"]]
     for old, item in zip((k, v), items, strict=True):
         item.meta["val"] = old.meta["val"]

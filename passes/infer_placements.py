@@ -5,7 +5,7 @@ Before:
     %cumsum : f32[1, T, 64] = aten.cumsum.default(%embedding, 1)
 After:
     %embedding : f32[1, T, 64] Shard(1) = aten.embedding.default(%weight, %input_ids)
-    %cumsum : f32[1, T, 64] Replicate() = aten.cumsum.default(%embedding, 1)      # refused unless on_token_mixing: gather
+    %cumsum : f32[1, T, 64] Replicate() = aten.cumsum.default(%embedding, 1)  # refused unless on_token_mixing: gather
 
 Why here: after canonicalize_attention, before shard_tokens, which only carries out what is decided here.
 Leaves alone: the graph; it only adds notes. Refuses ops that mix tokens and ops without a placement rule.

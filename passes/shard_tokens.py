@@ -69,10 +69,8 @@ class ShardTokens(Pass):
 
 def find_index_input(gm: fx.GraphModule, role: str) -> fx.Node | None:
     """Return the placeholder that holds an index tensor of the partition, None when the graph has none."""
-    for node in gm.graph.find_nodes(op="placeholder"):
-        if node.meta.get("index_input") == role:
-            return node
-    return None
+    found = (node for node in gm.graph.find_nodes(op="placeholder") if node.meta.get("index_input") == role)
+    return next(found, None)
 
 
 def add_index_input(graph: fx.Graph, role: str, value: Tensor) -> fx.Node:
@@ -155,7 +153,7 @@ class _Rewriter:
         return self._add(node, ops.UNSHARD, (local, self._restore, verdict.out.dim), node.meta["val"])
 
     def _is_replayed(self, node: fx.Node) -> bool:
-        """Return whether to gather further up: this op's complete result is made from its complete input for nothing."""
+        """Return whether to gather further up: this op makes its complete result from its complete input for free."""
         sharded = [source for source in tensor_inputs(node) if self._has_rows(source)]
         if node.target not in REPLAYED_WHOLE or len(sharded) != 1 or self._numel(sharded[0]) > self._numel(node):
             return False
@@ -294,10 +292,11 @@ class _Rewriter:
     def _local_value(self, value: object, rows: Rows) -> Tensor:
         """Return a value like `value` with W in place of T; one object per shape, they only describe."""
         assert isinstance(value, Tensor)
-        order = tuple(sorted(range(value.dim()), key=lambda d: -self._number(value.stride(d))))
+        strides = value.stride()
+        order = tuple(sorted(range(value.dim()), key=lambda dim: -self._number(strides[dim])))
         key = (tuple(map(size_expression, value.shape)), order, value.dtype, value.device, rows.dim)
         if key not in self._values:
-            shape = list(value.shape)
+            shape: list[int | torch.SymInt] = list(value.shape)
             shape[rows.dim] = self._with_width(shape[rows.dim])
             with self._mode:
                 dense = torch.empty([shape[d] for d in order], dtype=value.dtype, device=value.device)
@@ -316,7 +315,7 @@ class _Rewriter:
         if isinstance(stride, int):
             return stride
         expression = size_expression(stride)
-        return int(expression.subs({symbol: self._tokens for symbol in expression.free_symbols}))
+        return int(expression.subs(dict.fromkeys(expression.free_symbols, self._tokens)))
 
 
 def _is_plain(rows: Rows | None) -> bool:

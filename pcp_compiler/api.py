@@ -135,19 +135,56 @@ def assert_sharded(compiled: object, calls: int, pcp_size: int, *, replicated: i
     return records
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, layer: int, kind: str = "full", scale: float | None = None) -> Tensor:
-    """Causal attention of a prompt's rows over themselves; sharded when compiled, plain SDPA otherwise.
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layer: int,
+    kind: str = "full",
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of a prompt's rows over themselves; sharded when compiled, plain PyTorch otherwise.
 
     Args:
         q: [B, T, Hq, D]. k: [B, T, Hkv, D]. v: [B, T, Hkv, Dv]; Hq is a multiple of Hkv.
         layer: number of the layer. scale: factor on q.k, default D ** -0.5.
+        kind: "full", or "sliding_window", which needs `window`.
+        window: keys that a row sees, its own included, >= 1.
+        soft_cap: > 0; a score s becomes soft_cap * tanh(s / soft_cap).
+        sinks: [Hq] scores of a key without a value, one a head.
     Returns:
         [B, T, Hq, Dv].
     Raises:
-        UnsupportedGraphError: kind is not supported.
+        UnsupportedGraphError: a kind that is not supported, or arguments that do not fit it.
     """
-    if kind not in ops.ATTENTION_KINDS:
-        raise UnsupportedGraphError(f"attention: kind is {kind!r}; allowed: {', '.join(ops.ATTENTION_KINDS)}")
+    fault = _attention_fault(q, k, kind, window, soft_cap, sinks)
+    if fault is not None:
+        raise UnsupportedGraphError(f"attention of layer {layer}: {fault}")
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = ops.ATTENTION(q, k, v, None, None, layer=layer, kind=kind, scale=factor)
+    out: Tensor = ops.ATTENTION(
+        q, k, v, None, None, layer=layer, kind=kind, scale=factor, window=window, soft_cap=soft_cap, sinks=sinks
+    )
     return out
+
+
+def _attention_fault(
+    q: Tensor, k: Tensor, kind: str, window: int | None, soft_cap: float | None, sinks: Tensor | None
+) -> str | None:
+    """Return what is wrong with the arguments of `attention`, None when nothing is."""
+    if kind not in ops.ATTENTION_KINDS:
+        return f"kind is {kind!r}; allowed: {', '.join(ops.ATTENTION_KINDS)}"
+    if kind == "full" and window is not None:
+        return f"window is {window!r} and kind is 'full'; pass kind='sliding_window'"
+    if kind == "sliding_window" and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        return f"window is {window!r}; allowed with kind='sliding_window': an integer >= 1"
+    if soft_cap is not None and not soft_cap > 0:
+        return f"soft_cap is {soft_cap!r}; allowed: a number > 0"
+    if q.shape[2] % k.shape[2]:
+        return f"q has {q.shape[2]} heads and k {k.shape[2]}; allowed: a multiple"
+    if sinks is not None and tuple(sinks.shape) != (q.shape[2],):
+        return f"sinks has shape {tuple(sinks.shape)}; allowed: one score a head, ({q.shape[2]},)"
+    return None

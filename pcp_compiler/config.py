@@ -25,7 +25,6 @@ from pcp_compiler.errors import ConfigError
 
 PLANNED_KEYS: Final = (
     "parallel.shard_decode",
-    "parallel.timeout_s",
     "parallel.dcp_size",
     "parallel.tp_size",
     "parallel.pp_size",
@@ -64,15 +63,13 @@ PLANNED_KEYS: Final = (
     "limits.kv_cache_dtype",
     "limits.prefill_chunk",
     "limits.prefix_cache",
-    "check.mode",
     "check.rtol",
     "check.atol",
     "numerics",
-    "group",
 )
 """Keys of the design that do not work yet."""
 
-PLANNED_VALUES: Final = (("parallel.ranks", "distributed"), ("role", "draft"))
+PLANNED_VALUES: Final = (("check.mode", "shadow"), ("role", "draft"))
 """Values, of keys that work, that do not work yet."""
 
 VLLM_ALIASES: Final[Mapping[str, str]] = {
@@ -152,14 +149,26 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True)
 
 
+class TimeoutConfig(_Section):
+    """How long a rank waits for the others, in seconds."""
+
+    start: Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("seconds > 0")] = 600.0
+    """Until all ranks have come to the first call. Stands still while a rank says that it compiles."""
+
+    step: Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("seconds > 0")] = 60.0
+    """Until all ranks have come to the next collective, or to the next call."""
+
+
 class ParallelConfig(_Section):
     """How token rows are spread over ranks."""
 
     pcp_size: Annotated[int, Field(ge=1), Allowed("integer >= 1")] = 1
     """Prefill context parallel ranks; each runs 1/pcp_size of the token rows of a prefill."""
 
-    ranks: Annotated[Literal["auto", "virtual"], Allowed("auto, virtual")] = "auto"
-    """Where ranks run. `virtual`: all in this process, in lock-step, with one copy of the weights. `auto`: virtual."""
+    ranks: Annotated[Literal["auto", "virtual", "distributed"], Allowed("auto, virtual, distributed")] = "auto"
+    """Where ranks run. `virtual`: all in this process, in lock-step, with one copy of the weights. `distributed`: one
+    in each process of a process group. `auto`: distributed if there is a process group of more than one rank, or
+    torchrun's environment to make one; else virtual."""
 
     min_tokens_to_shard: Annotated[int | None, Field(ge=0), Allowed("integer >= 0, or None for 2 * pcp_size")] = None
     """Prompts with fewer tokens run whole on every rank. None: 2 * pcp_size, one token per shard chunk."""
@@ -167,10 +176,8 @@ class ParallelConfig(_Section):
     on_token_mixing: Annotated[Literal["refuse", "gather"], Allowed("refuse, gather")] = "refuse"
     """What to do with an op that mixes token rows: `refuse` the model, or `gather` all rows before the op."""
 
-    @property
-    def ranks_resolved(self) -> Literal["virtual"]:
-        """`ranks` with `auto` decided."""
-        return "virtual"
+    timeout_s: TimeoutConfig = TimeoutConfig()
+    """How long a rank waits for the others."""
 
     @property
     def min_tokens_to_shard_resolved(self) -> int:
@@ -178,6 +185,14 @@ class ParallelConfig(_Section):
         if self.min_tokens_to_shard is None:
             return 2 * self.pcp_size
         return self.min_tokens_to_shard
+
+
+class CheckConfig(_Section):
+    """What is checked on every call, beyond what is always checked."""
+
+    mode: Annotated[Literal["none", "inputs"], Allowed("none, inputs")] = "none"
+    """`inputs`: distributed ranks compare the token ids of every call; the shapes, and the ids of the first call, are
+    always compared."""
 
 
 class DumpConfig(_Section):
@@ -209,6 +224,9 @@ class Config(_Section):
         Allowed("mapping of argument name (non-empty string) to token dim (integer, may be negative)"),
     ] = TokenDims({})
     """Token dim of each argument that carries token rows; empty: found from the graph."""
+
+    check: CheckConfig = CheckConfig()
+    """What is checked on every call."""
 
     dump: DumpConfig = DumpConfig()
     """What is written to disk while compiling."""
@@ -244,9 +262,11 @@ class Config(_Section):
         return load_config(values)
 
     def resolved(self) -> dict[str, Any]:
-        """Return a plain, JSON-able dict with every default filled in and every None or `auto` choice decided."""
+        """Return a plain, JSON-able dict with every default filled in and every None decided.
+
+        `parallel.ranks` may stay `auto`: that depends on the process group, not on the config.
+        """
         values = self.model_dump()
-        values["parallel"]["ranks"] = self.parallel.ranks_resolved
         values["parallel"]["min_tokens_to_shard"] = self.parallel.min_tokens_to_shard_resolved
         return values
 
@@ -286,14 +306,21 @@ def load_config(options: Mapping[str, Any] | str | Path | Config | None) -> Conf
 
 # --- names -----------------------------------------------------------------------------------------------------------
 
-_SECTIONS: Final[Mapping[str, type[BaseModel]]] = {
-    name: field.annotation
-    for name, field in Config.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-}
+
+def _find_sections(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """Yield the dotted name and the class of every section at any depth."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield prefix + name, field.annotation
+            yield from _find_sections(field.annotation, f"{prefix}{name}.")
+
+
+_SECTIONS: Final = dict(_find_sections(Config))
 _FIELDS: Final = {
-    **{f"{name}.{leaf}": field for name, section in _SECTIONS.items() for leaf, field in section.model_fields.items()},
-    **{name: field for name, field in Config.model_fields.items() if name not in _SECTIONS},
+    name: field
+    for prefix, section in [*((f"{name}.", section) for name, section in _SECTIONS.items()), ("", Config)]
+    for leaf, field in section.model_fields.items()
+    if (name := prefix + leaf) not in _SECTIONS
 }
 _LEAVES: Final = frozenset(_FIELDS) - {"tokens"}
 _ALLOWED_KEYS: Final = ", ".join([*("tokens.<argument>" if name == "tokens" else name for name in _FIELDS), "config"])
@@ -414,14 +441,14 @@ def _flatten(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of accepted dotted keys, which have one or two levels."""
+    """Return the tree of accepted dotted keys; the name behind `tokens.` is one name, dots and all."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
-        group, dot, name = key.partition(".")
-        if dot:
-            tree.setdefault(group, {})[name] = value
-        else:
-            tree[group] = value
+        group, _, name = key.partition(".") if key.startswith("tokens.") else key.rpartition(".")
+        level = tree
+        for part in group.split(".") if group else ():
+            level = level.setdefault(part, {})
+        level[name] = value
     return tree
 
 

@@ -45,5 +45,13 @@ class CallError(PcpError):
     """A call of a compiled model has inputs that its program does not serve."""
 
 
+class RankError(PcpError):
+    """Another rank failed, lags, or is gone; names the rank and its cause, the same on every rank that waits."""
+
+
+class RankMismatchError(RankError):
+    """Ranks differ in what they must share: input, weights, versions, config or schedule; the same on every rank."""
+
+
 class InvariantError(AssertionError):
     """A pass broke a graph invariant: a fault of ours, not of the user."""

@@ -60,23 +60,25 @@ def attention(
         window: rows that a row sees, itself included; None: all before it.
         soft_cap: scores s become soft_cap * tanh(s / soft_cap).
         sinks: [Hq] scores of a key without a value, one a head.
+        kind "masked" leaves all of it to the mask; `window` then is only what the model said its mask does.
     Returns:
         [B, W, Hq, Dv]. Row r = q_rows[i] sees the keys max(0, r - window + 1)..r.
     """
     if q.shape[1] == 0:
         return q.new_empty(*q.shape[:3], v.shape[3])
-    is_plain = q_rows is None and window is None and kind in ("full", "masked", "bidirectional")
-    seen = mask if is_plain else _seen_keys(q, k, q_rows, window, mask)
-    if soft_cap is not None or sinks is not None:
-        if seen is None:
-            seen = _seen_keys(q, k, q_rows, window, None)
+    is_scored = soft_cap is not None or sinks is not None
+    is_plain = kind == "full" and q_rows is None and not is_scored
+    seen = mask
+    if kind not in ("masked", "bidirectional") and not is_plain:
+        seen = _seen_keys(q, k, q_rows, window, mask)
+    if is_scored:
         return _scored_attention(q, k, v, seen, scale, soft_cap, sinks)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=seen,
-        is_causal=kind == "full" and seen is None,
+        is_causal=is_plain,
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )
@@ -94,23 +96,25 @@ def _seen_keys(q: Tensor, k: Tensor, q_rows: Tensor | None, window: int | None, 
 
 
 def _scored_attention(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, soft_cap: float | None, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, soft_cap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention with the scores in hand, for soft caps and sinks; softmax in float32 or wider, as transformers does."""
-    batch, _, kv_heads, _ = k.shape
-    group = q.shape[2] // kv_heads
-    grouped = q.transpose(1, 2).unflatten(1, (kv_heads, group))
-    scores = torch.matmul(grouped, k.transpose(1, 2).unsqueeze(2).transpose(-1, -2)) * scale
+    """Attention with the scores in hand, for soft caps and sinks; softmax in float32 or wider, as transformers does.
+
+    Args:
+        seen: which keys a row sees, or what is added to its scores; broadcastable to [B, Hq, W, T].
+    """
+    per_kv_head = (k.shape[2], q.shape[2] // k.shape[2])
+    scores = q.transpose(1, 2).unflatten(1, per_kv_head) @ k.permute(0, 2, 3, 1).unsqueeze(2)
+    scores = scores.flatten(1, 2) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    hidden = ~(seen if seen.dim() == 2 else seen.unsqueeze(2))
-    scores = scores.masked_fill(hidden, float("-inf"))
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf")) if seen.dtype == torch.bool else scores + seen
     if sinks is not None:
-        columns = sinks.reshape(1, kv_heads, group, 1, 1).expand(batch, -1, -1, q.shape[1], 1).to(scores.dtype)
-        scores = torch.cat([scores, columns], dim=-1)
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
     wide = torch.promote_types(scores.dtype, torch.float32)
     weights = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)[..., : k.shape[1]]
-    out = torch.matmul(weights, v.transpose(1, 2).unsqueeze(2))
+    out = weights.unflatten(1, per_kv_head) @ v.transpose(1, 2).unsqueeze(2)
     return out.flatten(1, 2).transpose(1, 2).contiguous()
 
 

@@ -284,12 +284,11 @@ def unsqueeze(call: Call, node: fx.Node, rows: Rows) -> Verdict | None:
     return Local(Rows(rows.dim + (at <= rows.dim), rows.outer, rows.inner), (rows,))
 
 
-@_first_rule(*_overloads("squeeze", "squeeze.dim", "squeeze.dims"))
+@_first_rule(*_overloads("squeeze.dim", "squeeze.dims"))
 def squeeze(call: Call, node: fx.Node, rows: Rows) -> Verdict | None:
     """Dims of size 1 before the rows vanish; the rows themselves may not be asked for, a rank may have one."""
     shape = call.sizes(node)
-    wanted = call.arg(1, "dim", list(range(len(shape))))
-    dims = {d % len(shape) for d in _as_list(wanted)}
+    dims = {d % len(shape) for d in _as_list(call.arg(1, "dim"))}
     if rows.dim in dims:
         return None
     gone = sum(1 for d in dims if d < rows.dim and shape[d] == 1)
@@ -313,6 +312,14 @@ def permute(call: Call, node: fx.Node, rows: Rows) -> Verdict | None:
 def expand(call: Call, node: fx.Node, rows: Rows) -> Verdict | None:
     """New dims come in front."""
     return Local(Rows(rows.dim + len(call.shape) - len(call.sizes(node)), rows.outer, rows.inner), (rows,))
+
+
+@_first_rule(*_overloads("repeat"))
+def repeat(call: Call, node: fx.Node, rows: Rows) -> Verdict | None:
+    """New dims come in front; the rows themselves may not be repeated."""
+    times = _as_list(call.arg(1, "repeats"))
+    dim = rows.dim + len(times) - len(call.sizes(node))
+    return Local(Rows(dim, rows.outer, rows.inner), (rows,)) if times[dim] == 1 else None
 
 
 @_first_rule(*_overloads("slice.Tensor", "select.int"))
@@ -381,18 +388,30 @@ def split(call: Call, node: fx.Node, rows: Rows) -> Verdict | None:
 _REDUCTIONS = _overloads(
     "sum.dim_IntList", "mean.dim", "amax", "amin", "var.correction", "std.correction", "prod.dim_int", "any.dim",
     "any.dims", "all.dim", "all.dims", "argmax", "argmin", "max.dim", "min.dim", "logsumexp",
-    "linalg_vector_norm", "norm.ScalarOpt_dim", "median.dim", "nansum", "count_nonzero.dim_IntList",
+    "linalg_vector_norm", "norm.ScalarOpt_dim", "median.dim", "nansum", "count_nonzero.dim_IntList", "kthvalue",
 )  # fmt: skip
+
+
+def _dims_worked_on(call: Call, node: fx.Node) -> set[int]:
+    """Return the dims, counted from the front, that argument dim or dims names; none named means all."""
+    ndim = len(call.sizes(node))
+    named = _as_list(_call_argument(call, "dim")) or _as_list(_call_argument(call, "dims"))
+    return {dim % ndim for dim in named} or set(range(ndim))
+
+
+def _call_argument(call: Call, name: str) -> object:
+    """Return an argument by its name in the op's schema: as given, else its default, None if the op has none."""
+    for position, argument in enumerate(call.node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            return call.arg(position, name, argument.default_value)
+    return None
 
 
 @_first_rule(*_REDUCTIONS)
 def reduction(call: Call, node: fx.Node, rows: Rows) -> Verdict | None:
     """Over other dims the rows stay; over the rows it mixes tokens."""
-    ndim = len(call.sizes(node))
-    names = [argument.name for argument in call.node.target._schema.arguments]  # type: ignore[union-attr]
-    dim_name = "dims" if "dims" in names else "dim"
-    keepdim = bool(call.arg(names.index("keepdim"), "keepdim", False)) if "keepdim" in names else False
-    dims = {d % ndim for d in _as_list(call.arg(names.index(dim_name), dim_name))} or set(range(ndim))
+    dims = _dims_worked_on(call, node)
+    keepdim = _call_argument(call, "keepdim")
     results = len(call.node.meta["val"]) if isinstance(call.node.meta["val"], (tuple, list)) else 0
     if rows.dim in dims:
         return Whole((None,) * results if results else None, "reduces over the tokens")
@@ -415,11 +434,7 @@ def full_reduction(call: Call, node: fx.Node, rows: Rows) -> Verdict | None:
 ))  # fmt: skip
 def along_dim(call: Call, node: fx.Node, rows: Rows) -> Verdict | None:
     """Works along one dim and keeps the shape: fine along another one, mixes tokens along the rows."""
-    ndim = len(call.sizes(node))
-    names = [argument.name for argument in call.node.target._schema.arguments]  # type: ignore[union-attr]
-    dim_name = "dims" if "dims" in names else "dim"
-    default: object = -1 if "sort" in str(call.node.target) else None
-    dims = {d % ndim for d in _as_list(call.arg(names.index(dim_name), dim_name, default))} or set(range(ndim))
+    dims = _dims_worked_on(call, node)
     results = len(call.node.meta["val"]) if isinstance(call.node.meta["val"], (tuple, list)) else 0
     out: Layout = (rows,) * results if results else rows
     if rows.dim in dims:
@@ -427,7 +442,7 @@ def along_dim(call: Call, node: fx.Node, rows: Rows) -> Verdict | None:
     return Local(out, (rows,))
 
 
-@_first_rule(*_overloads("topk", "kthvalue"))
+@_first_rule(*_overloads("topk"))
 def topk(call: Call, node: fx.Node, rows: Rows) -> Verdict | None:
     """Along another dim each row picks its own."""
     if call.dim(2, "dim", len(call.sizes(node)), default=-1) == rows.dim:
@@ -447,9 +462,11 @@ def trailing_norm(call: Call, node: fx.Node, rows: Rows) -> Verdict | None:
 
 @_first_rule(*_overloads("convolution"))
 def convolution(call: Call, node: fx.Node, rows: Rows) -> Verdict | None:
-    """Along a spatial dim it mixes neighbours; the rows survive when the length does."""
-    if rows.dim < 2:
-        return None
+    """A batch of rows stays; along a spatial dim it mixes neighbours, and the rows survive when the length does."""
+    if rows.dim == 0:
+        return Local(rows, (rows,) + (None,) * (len(call.tensors) - 1))
+    if rows.dim == 1:
+        return Whole(None, "contracts over the tokens")
     keeps = call.sizes(node)[rows.dim] == call.shape[rows.dim]
     return Whole(rows if keeps else None, "convolves over the tokens")
 
@@ -518,6 +535,8 @@ def _matmul(call: Call, a: fx.Node, b: fx.Node, addends: tuple[fx.Node, ...]) ->
     need = {a: need_a, b: need_b}
     for node in addends:
         need[node] = _aligned_input(out, call.sizes(node), ndim)
+        if call.rows(node) not in (None, need[node]):
+            return None
     return Local(out, tuple(need[node] for node in call.tensors))
 
 

@@ -43,7 +43,7 @@ def graph_break(gm: fx.GraphModule) -> traceback.FrameSummary | None:
 
 
 def compile_frame() -> CompileFrame | None:
-    """Walk out from a backend call to torch.compile's wrapper; None when Dynamo was entered some other way."""
+    """Walk out from a backend call, or from compiled code, to torch.compile's wrapper; None when there is none."""
     frame: FrameType | None = sys._getframe(1)
     foreign: FrameType | None = None
     seen_convert = False

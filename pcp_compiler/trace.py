@@ -292,6 +292,7 @@ def trace_module(
 
     with torch.no_grad(), _AttentionMode(), mode:
         gm = make_fx(forward, record_stack_traces=True)(*fake_weights, *fake_leaves)
+        gm = _without_mutations(gm, [*fake_weights, *fake_leaves])
     inputs = tuple(
         [TraceInput(name, source, "weight") for source, name in _weight_names(weights)]
         + [TraceInput(name, name, "user") for name in names]
@@ -306,6 +307,20 @@ def trace_module(
         Trace(gm, inputs, seeds), tuple(weights.values()), bind, results["spec"], results["tensors"],
         results["constants"],
     )  # fmt: skip
+
+
+def _without_mutations(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """Return a graph that writes no tensor in place; inputs: fake tensors for its placeholders.
+
+    A second trace, of graphs that need it only: transformers asks fake tensors whether they are being traced, and those
+    of functionalisation do not answer.
+    """
+    schemas = [getattr(node.target, "_schema", None) for node in gm.graph.nodes]
+    if not any(schema is not None and schema.is_mutable for schema in schemas):
+        return gm
+    run = torch.func.functionalize(lambda *flat: fx.Interpreter(gm).run(*flat), remove="mutations")
+    with fx.traceback.preserve_node_meta():
+        return make_fx(run)(*inputs)
 
 
 def _plain(leaf: object) -> object:

@@ -7,4 +7,4 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the switch that rewrites golden files."""
-    parser.addoption("--update-goldens", action="store_true", help="rewrite tests/passes/goldens from what passes do now")
+    parser.addoption("--update-goldens", action="store_true", help="rewrite tests/passes/goldens")

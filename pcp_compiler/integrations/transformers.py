@@ -21,7 +21,8 @@ from pcp_compiler.errors import BypassError, UnsupportedGraphError
 
 def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None, **options: Any,
+    scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention interface.
 
@@ -29,11 +30,12 @@ def attention_forward(
         query: [B, Hq, T, D]. key: [B, Hkv, S, D]. value: [B, Hkv, S, Dv]; S > T after a KV cache.
         attention_mask: None; the caller's padding flags [B, T]; or a whole mask, broadcastable to [B, Hq, T, S].
         is_causal: whether no mask means the causal one; None: as the module says.
+        sliding_window: rows that the layer's mask lets a row see. softcap: of the scores. s_aux: sinks [Hq].
     Returns:
         [B, T, Hq, Dv] and no weights.
     Raises:
-        UnsupportedGraphError: dropout, a sliding window, soft cap or sinks. BypassError: runs uncompiled below a
-        compiled model.
+        UnsupportedGraphError: dropout, a position bias, or a window without a mask that has it. BypassError: runs
+        uncompiled below a compiled model.
     """
     if not torch.compiler.is_compiling() and torch_private.runs_untraced_under("pcp_spec"):
         raise BypassError(
@@ -41,17 +43,22 @@ def attention_forward(
             "compiled program; compile with fullgraph=True to see why"
         )
     layer = getattr(module, "layer_idx", None)
-    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
-        if options.get(name) is not None:
-            raise UnsupportedGraphError(f"attention of layer {layer}: {name} is not supported; allowed: full attention")
+    if options.get("position_bias") is not None:
+        raise UnsupportedGraphError(f"attention of layer {layer}: position_bias is not supported; allowed: None")
     if dropout:
         raise UnsupportedGraphError(f"attention of layer {layer}: dropout is {dropout}; call model.eval()")
     kind = "padded" if attention_mask is not None and attention_mask.dim() == 2 else "masked"
     if attention_mask is None:
         kind = "full" if (getattr(module, "is_causal", True) if is_causal is None else is_causal) else "bidirectional"
+    if sliding_window is not None and kind != "masked":
+        raise UnsupportedGraphError(
+            f"attention of layer {layer}: sliding_window is {sliding_window}, and the model made no mask with that window; "
+            "allowed: layers whose mask comes from create_sliding_window_causal_mask"
+        )
     out = ops.ATTENTION(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attention_mask, None,
         layer=0 if layer is None else layer, kind=kind, scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window, soft_cap=softcap, sinks=s_aux,
     )  # fmt: skip
     return out, None
 
@@ -64,7 +71,8 @@ def attention_mask(
 
     Returns:
         None for the plain causal mask of a prompt, the caller's padding flags [B, T] as they are, and the whole mask
-        [B, 1, T, S] whenever transformers asks for anything else: packed sequences, a window, a cache.
+        [B, 1, T, S] whenever transformers asks for anything else: packed sequences, a cache, and a `local_size`, since
+        that may be a sliding window or a chunk and only the values tell; canonicalize_attention reads them.
     """
     if allow_is_causal_skip and local_size is None and q_length == kv_length:
         return attention_mask

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -20,6 +20,7 @@ from pcp_compiler.trace import trace_module
 from tests.backend.plain_decoder import DecoderConfig, make_decoder
 from tests.backend.support import check_equal, make_ids, make_llama, options, sharded_lengths, torch_compile
 
+ONE_LAYER = DecoderConfig(num_layers=1)
 PCP_SIZES = (1, 2, 3, 4, 8)
 ATTENTIONS = ("sdpa", "pcp_spec")
 
@@ -55,21 +56,21 @@ def test_a_plain_decoder_equals_eager_at_all_positions_with_one_compilation(
 
 
 def test_torch_compile_with_dynamic_compiles_once_for_all_lengths_from_two_up() -> None:
-    model = make_decoder()
+    model = make_decoder(ONE_LAYER)
     compiled = torch_compile(model, 4)
     check_equal(compiled, model, [2, 3, 4, 8, 9, 64, 129], 4)
     assert len(pcp_compiler.compilations(compiled)) == 1
 
 
 def test_torch_compile_with_dynamic_serves_one_token_by_a_program_of_its_own() -> None:
-    model = make_decoder()
+    model = make_decoder(ONE_LAYER)
     compiled = torch_compile(model, 2)
     check_equal(compiled, model, [1, 2, 1, 7], 2, replicated=2)
     assert [(entry.num_calls, entry.num_sharded) for entry in pcp_compiler.compilations(compiled)] == [(2, 0), (2, 2)]
 
 
 def test_a_call_without_dynamic_works_for_its_first_length_and_traces_again_for_the_second() -> None:
-    model = make_decoder()
+    model = make_decoder(ONE_LAYER)
     compiled = torch_compile(model, 2, dynamic=None)
     check_equal(compiled, model, [9], 2)
     with torch.no_grad():
@@ -92,7 +93,7 @@ def test_prompts_of_64_tokens_and_heads_of_64_are_told_apart() -> None:
 
 @pytest.mark.parametrize("pcp_size", [2, 3])
 def test_a_batch_of_equal_lengths_equals_eager(pcp_size: int) -> None:
-    model = make_decoder()
+    model = make_decoder(ONE_LAYER)
     compiled = pcp_compiler.compile(model, options(pcp_size))
     for num_tokens in (9, 4, 2):
         ids = make_ids(num_tokens, batch=2)
@@ -100,21 +101,35 @@ def test_a_batch_of_equal_lengths_equals_eager(pcp_size: int) -> None:
     pcp_compiler.assert_sharded(compiled, calls=3, pcp_size=pcp_size)
 
 
-def test_a_float_input_is_sharded_when_option_tokens_names_it() -> None:
-    layer = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.SiLU()).double().eval()
-    compiled = pcp_compiler.compile(layer, {**options(2), "tokens": {"input": 1}})
+class HiddenStatesModel(nn.Module):
+    """Takes hidden states [B, T, 16] instead of ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16, dtype=torch.float64)
+        self.eval().requires_grad_(False)
+
+    def forward(self, inputs_embeds: Tensor) -> Tensor:
+        out: Tensor = self.linear(inputs_embeds).sigmoid()
+        return out
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_float_input_is_sharded_with_one_compilation_when_option_tokens_names_it(by_name: bool) -> None:
+    model = HiddenStatesModel()
+    compiled = pcp_compiler.compile(model, {**options(2), "tokens": {"inputs_embeds": 1}})
     for num_tokens in (9, 4, 17):
         x = torch.randn(1, num_tokens, 16, dtype=torch.float64)
-        torch.testing.assert_close(compiled(x), layer(x).detach(), rtol=0, atol=1e-12)
+        got = compiled(inputs_embeds=x) if by_name else compiled(x)
+        torch.testing.assert_close(got, model(x), rtol=0, atol=1e-12)
     pcp_compiler.assert_sharded(compiled, calls=3, pcp_size=2)
     assert len(pcp_compiler.compilations(compiled)) == 1
 
 
 def test_a_call_without_tokens_is_refused() -> None:
-    layer = torch.nn.Linear(16, 16).eval()
-    compiled = pcp_compiler.compile(layer, {**options(2), "tokens": {"input": 1}})
-    with pytest.raises(CallError, match=r"input has shape \(1, 0, 16\); allowed: at least 1 token"):
-        compiled(torch.randn(1, 0, 16))
+    compiled = pcp_compiler.compile(HiddenStatesModel(), {**options(2), "tokens": {"inputs_embeds": 1}})
+    with pytest.raises(CallError, match=r"inputs_embeds has shape \(1, 0, 16\); allowed: at least 1 token"):
+        compiled(torch.randn(1, 0, 16, dtype=torch.float64))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -122,13 +137,13 @@ def test_a_call_without_tokens_is_refused() -> None:
 
 
 def test_the_equality_check_fails_when_no_program_was_ever_compiled() -> None:
-    model = make_decoder()
+    model = make_decoder(ONE_LAYER)
     with torch.compiler.set_stance("force_eager"), pytest.raises(BypassError, match="nothing was compiled"):
         check_equal(torch_compile(model), model, [9], 2)
 
 
 def test_the_equality_check_fails_when_one_call_runs_the_original_model() -> None:
-    model = make_decoder()
+    model = make_decoder(ONE_LAYER)
     compiled = torch_compile(model)
     with torch.no_grad():
         compiled(make_ids(9))
@@ -139,20 +154,20 @@ def test_the_equality_check_fails_when_one_call_runs_the_original_model() -> Non
 
 
 def test_the_equality_check_fails_when_the_forward_is_disabled() -> None:
-    model = make_decoder()
+    model = make_decoder(ONE_LAYER)
     model.forward = torch.compiler.disable(model.forward)  # type: ignore[method-assign]
     with pytest.raises(BypassError, match=r"nothing was compiled.*disabled"):
         check_equal(torch_compile(model), model, [9], 2)
 
 
 def test_the_equality_check_fails_when_another_backend_runs_the_model() -> None:
-    model = make_decoder()
+    model = make_decoder(ONE_LAYER)
     with pytest.raises(BypassError, match="was not compiled with backend='pcp_spec'"):
         check_equal(torch.compile(model, backend="eager"), model, [9], 2)
 
 
 def test_the_equality_check_fails_when_calls_that_should_be_sharded_are_replicated() -> None:
-    model = make_decoder()
+    model = make_decoder(ONE_LAYER)
     with pytest.raises(AssertionError, match="0 of 1 calls ran sharded, expected 1"):
         check_equal(torch_compile(model, options=options(2, min_tokens_to_shard=10)), model, [9], 2)
 
@@ -202,8 +217,7 @@ def test_a_batch_of_prompts_through_a_llama_equals_eager() -> None:
     pcp_compiler.assert_sharded(compiled, calls=1, pcp_size=2)
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+@pytest.mark.parametrize(("attention", "dtype"), [("sdpa", torch.int64), ("pcp_spec", torch.bool)])
 def test_a_padding_mask_of_ones_works_and_one_that_hides_a_token_is_refused(
     attention: str, dtype: torch.dtype
 ) -> None:

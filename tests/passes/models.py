@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ NUM_IDS, HIDDEN, HEAD_DIM, MAX_LEN = 50, 32, 8, 128
 class DecoderSettings:
     """What varies between the decoders."""
 
+    num_layers: int = 1
     num_heads: int = 4
     num_kv_heads: int = 4
     positions: str = "rope"
@@ -24,6 +25,7 @@ class DecoderSettings:
     num_logits_to_keep: int | None = None
     returns_kv: bool = False
     returns_tuples: bool = False
+    norm: Callable[[], nn.Module] = field(default=lambda: RMSNorm())
 
 
 class RMSNorm(nn.Module):
@@ -44,7 +46,7 @@ class Layer(nn.Module):
     def __init__(self, settings: DecoderSettings) -> None:
         super().__init__()
         self.settings = settings
-        self.norm, self.mlp_norm = RMSNorm(), nn.LayerNorm(HIDDEN)
+        self.norm, self.mlp_norm = settings.norm(), nn.LayerNorm(HIDDEN)
         self.q = nn.Linear(HIDDEN, settings.num_heads * HEAD_DIM)
         self.k = nn.Linear(HIDDEN, settings.num_kv_heads * HEAD_DIM, bias=False)
         self.v = nn.Linear(HIDDEN, settings.num_kv_heads * HEAD_DIM, bias=False)
@@ -74,9 +76,9 @@ class Decoder(nn.Module):
         self.settings = settings
         self.embedding = nn.Embedding(NUM_IDS, HIDDEN)
         self.table = nn.Parameter(torch.randn(MAX_LEN, HIDDEN))
-        self.register_buffer("frequencies", 10.0 ** -torch.arange(0, 1, 2 / HEAD_DIM))
-        self.layers = nn.ModuleList(Layer(settings) for _ in range(2))
-        self.norm, self.head = RMSNorm(), nn.Linear(HIDDEN, NUM_IDS, bias=False)
+        self.frequencies = nn.Buffer(10.0 ** -torch.arange(0, 1, 2 / HEAD_DIM))
+        self.layers = nn.ModuleList(Layer(settings) for _ in range(settings.num_layers))
+        self.norm, self.head = settings.norm(), nn.Linear(HIDDEN, NUM_IDS, bias=False)
 
     def forward(self, input_ids: Tensor) -> Any:
         """input_ids [B, T] -> logits [B, T, NUM_IDS] (or of the last rows), in the structure of the settings."""
@@ -120,7 +122,7 @@ class Case:
 
     build: Callable[[], nn.Module]
     batch: int = 1
-    kwargs: tuple[tuple[str, object], ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
 
     def input_ids(self, num_tokens: int) -> Tensor:
         """Return the same random ids for the same length."""
@@ -143,13 +145,14 @@ def _hf_llama() -> nn.Module:
 
 
 CASES = {
-    "llama": Case(_decoder()),
+    "llama": Case(_decoder(num_layers=2)),
     "learned_positions": Case(_decoder(positions="learned")),
     "gqa_by_repeat": Case(_decoder(num_kv_heads=2)),
     "last_logits": Case(_decoder(num_logits_to_keep=1)),
     "returned_kv": Case(_decoder(num_kv_heads=2, returns_kv=True)),
     "batch_2": Case(_decoder(num_kv_heads=2), batch=2),
     "tuples_of_last_rows": Case(_decoder(num_logits_to_keep=1, returns_tuples=True)),
+    "torch_norm": Case(_decoder(norm=lambda: nn.RMSNorm(HIDDEN))),  # decomposed with an in-place add
     "hf_llama": Case(_hf_llama, kwargs=(("use_cache", False),)),
     "hf_llama_last_logits": Case(_hf_llama, kwargs=(("use_cache", False), ("logits_to_keep", 1))),
 }

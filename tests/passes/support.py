@@ -79,7 +79,7 @@ class _Capture:
             self.traces.append(trace_dynamo_graph(aten_gm, entries, self.tokens))
             return make_boxed_func(lambda *args: self._run(aten_gm, args))  # type: ignore[no-any-return]
 
-        return aot_module_simplified(gm, example_inputs, fw_compiler=keep, inference_compiler=keep)  # type: ignore[no-any-return]
+        return aot_module_simplified(gm, example_inputs, fw_compiler=keep)  # type: ignore[no-any-return]
 
     def _run(self, gm: fx.GraphModule, args: Sequence[object]) -> object:
         self.inputs = list(args)
@@ -146,9 +146,7 @@ def run_only(name: str, traced: Traced, **options: Any) -> PassRun:
     return list(run_passes(traced, traced.context(**options), until=name))[-1]
 
 
-def run_on_ranks(
-    program: RankProgram, inputs: Sequence[object], *, pcp_size: int, num_tokens: int
-) -> list[Tensor]:
+def run_on_ranks(program: RankProgram, inputs: Sequence[object], *, pcp_size: int, num_tokens: int) -> list[Tensor]:
     """Run a graph's program on virtual ranks in lock-step and return its results, after checking that ranks agree."""
     partition = partition_batch([num_tokens], [True], pcp_size=pcp_size, shard_decode=False)
     index = [index_tensors(partition, rank, torch.device("cpu")) for rank in range(pcp_size)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,10 @@ def view_with_numbers(input_ids: Tensor, table: Tensor) -> Tensor:
     return F.embedding(input_ids, table).view(1, input_ids.shape[1], 4, 4)
 
 
+def squeeze_of_all_dims(input_ids: Tensor, table: Tensor) -> Tensor:
+    return F.embedding(input_ids, table).squeeze()
+
+
 def heads(x: Tensor) -> Tensor:
     return x.view(1, x.shape[1], 4, 4).transpose(1, 2)
 
@@ -47,6 +52,12 @@ def causal_attention(input_ids: Tensor, table: Tensor) -> Tensor:
 def attention_whose_key_is_its_value(input_ids: Tensor, table: Tensor) -> Tensor:
     x = heads(F.embedding(input_ids, table))
     return F.scaled_dot_product_attention(x * 2, x, x, is_causal=True)
+
+
+def value_that_reads_the_key(input_ids: Tensor, table: Tensor) -> Tensor:
+    k = F.embedding(input_ids, table).relu()
+    v = k * 2 + k[:, -1:]
+    return F.scaled_dot_product_attention(heads(k * 3), heads(k), heads(v), is_causal=True)
 
 
 def embedding_then_relu(input_ids: Tensor, table: Tensor) -> Tensor:
@@ -111,6 +122,7 @@ MATCHING = (
     Golden("explicit_shapes", view_with_minus_one),
     Golden("explicit_shapes", view_with_minus_one, route="dynamic"),
     Golden("explicit_shapes", view_with_minus_one, route="static"),
+    Golden("explicit_shapes", squeeze_of_all_dims),
     Golden("canonicalize_attention", attention_with_mask),
     Golden("canonicalize_attention", attention_with_mask, route="static"),
     Golden("infer_placements", embedding_then_relu),
@@ -130,6 +142,7 @@ NOT_MATCHING = (
     Golden("explicit_shapes", view_with_numbers),
     Golden("canonicalize_attention", causal_attention),
     Golden("gather_kv", attention_whose_key_is_its_value),
+    Golden("gather_kv", value_that_reads_the_key),
     Golden("gather_kv", embedding_then_relu),
     Golden("restore_rows", last_row_and_all),
 )
@@ -200,7 +213,8 @@ def is_subsequence(few: list[str], many: list[str]) -> bool:
 
 @pytest.mark.parametrize("step", PASSES, ids=lambda step: step.name)
 def test_before_and_after_in_the_docstring_of_a_pass_come_from_one_of_its_goldens(step: Any) -> None:
-    doc = __import__(type(step).__module__, fromlist=["__doc__"]).__doc__
+    doc = sys.modules[type(step).__module__].__doc__
+    assert doc is not None
     found = re.search(r"^Before:\n(.+?)^After:\n(.+?)^Why here:", doc, re.MULTILINE | re.DOTALL)
     assert found is not None
     before, after = ops_in(found[1]), ops_in(found[2])

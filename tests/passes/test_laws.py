@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from pcp_compiler.errors import UnsupportedGraphError
 from pcp_compiler.graph_text import format_graph
 from pcp_compiler.pipeline import run_pass
 from tests.passes.models import CASES, HEAD_DIM, HIDDEN, Case, build
-from tests.passes.support import PASSES, Traced, assert_same, run_on_ranks, run_passes
+from tests.passes.support import PASSES, Route, assert_same, run_on_ranks, run_passes, trace
 
 PCP_SIZES = (1, 2, 3)
 
@@ -28,7 +29,7 @@ def lengths(pcp_size: int) -> set[int]:
 class Reference:
     """A model of CASES, its trace, and what the model itself computes for each length."""
 
-    def __init__(self, name: str, trace: Callable[..., Traced], route: str, example_len: int) -> None:
+    def __init__(self, name: str, route: Route, example_len: int) -> None:
         self.case: Case = CASES[name]
         self.model = build(name)
         self.traced = trace(self.model, self.case.input_ids(example_len), route=route, **dict(self.case.kwargs))
@@ -59,31 +60,34 @@ class Reference:
         return rewrote
 
 
+@cache
+def reference(name: str, route: Route = "make_fx", example_len: int = 5) -> Reference:
+    """Return a model with its trace; passes edit copies, so that tests can share it."""
+    return Reference(name, route, example_len)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_after_every_pass_virtual_ranks_compute_what_the_model_computes(
-    name: str, trace: Callable[..., Traced]
-) -> None:
-    rewrote = Reference(name, trace, "make_fx", 5).check_all_passes(lengths)
+def test_after_every_pass_virtual_ranks_compute_what_the_model_computes(name: str) -> None:
+    rewrote = reference(name).check_all_passes(lengths)
     assert {"infer_placements", "shard_tokens", "gather_kv"} <= set(rewrote)
     assert ("restore_rows" in rewrote) == (name in ("last_logits", "tuples_of_last_rows", "hf_llama_last_logits"))
 
 
-@pytest.mark.parametrize("num_tokens", [2, HEAD_DIM, HIDDEN, 64])
-def test_a_static_graph_whose_length_equals_another_size_is_sharded_like_any_other(
-    num_tokens: int, trace: Callable[..., Traced]
-) -> None:
-    Reference("batch_2", trace, "static", num_tokens).check_all_passes(lambda _pcp_size: {num_tokens})
+@pytest.mark.parametrize(
+    ("name", "num_tokens"), [("batch_2", 2), ("batch_2", HEAD_DIM), ("batch_2", HIDDEN), ("last_logits", 64)]
+)
+def test_a_static_graph_whose_length_equals_another_size_is_sharded_like_any_other(name: str, num_tokens: int) -> None:
+    reference(name, "static", num_tokens).check_all_passes(lambda _pcp_size: {num_tokens})
 
 
-@pytest.mark.parametrize("name", ["hf_llama_last_logits", "learned_positions"])
-def test_graphs_of_dynamo_with_symbols_pass_too(name: str, trace: Callable[..., Traced]) -> None:
-    Reference(name, trace, "dynamic", 5).check_all_passes(lambda pcp_size: {2, 2 * pcp_size + 1, 64})
+@pytest.mark.parametrize("name", ["last_logits", "learned_positions"])
+def test_graphs_of_dynamo_with_symbols_pass_too(name: str) -> None:
+    reference(name, "dynamic").check_all_passes(lambda pcp_size: {2, 2 * pcp_size + 1, 64})
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_pass_that_runs_again_finds_nothing_to_do(name: str, trace: Callable[..., Traced]) -> None:
-    case = CASES[name]
-    traced = trace(build(name), case.input_ids(5), **dict(case.kwargs))
+def test_a_pass_that_runs_again_finds_nothing_to_do(name: str) -> None:
+    traced = reference(name).traced
     gm, ctx = traced.trace.copy_graph(), traced.context()
     for step in PASSES:
         gm, _ = run_pass(step, gm, ctx)
@@ -101,9 +105,9 @@ def size_of_a_maximum(input_ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]
 def one_causal_mask_and_one_that_is_not(input_ids: Tensor, table: Tensor) -> Tensor:
     x = F.embedding(input_ids, table)[:, None]
     rows = torch.arange(input_ids.shape[1])
-    causal, window = rows <= rows[:, None], (rows <= rows[:, None]) & (rows > rows[:, None] - 3)
+    causal, one_ahead = rows <= rows[:, None], rows <= rows[:, None] + 1
     x = F.scaled_dot_product_attention(x, x, x, attn_mask=causal)
-    return F.scaled_dot_product_attention(x, x, x, attn_mask=window)
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=one_ahead)
 
 
 def bidirectional_attention(input_ids: Tensor, table: Tensor) -> Tensor:
@@ -131,9 +135,7 @@ def all_rows_of_tokens_merged_with_the_batch(input_ids: Tensor, table: Tensor) -
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_pass_that_refuses_leaves_its_graph_untouched(
-    step: str, forward: Callable[..., Any], batch: int, trace: Callable[..., Traced]
-) -> None:
+def test_a_pass_that_refuses_leaves_its_graph_untouched(step: str, forward: Callable[..., Any], batch: int) -> None:
     traced = trace(forward, torch.arange(8).expand(batch, 8).contiguous(), torch.ones(16, 16))
     gm, ctx = traced.trace.copy_graph(), traced.context()
     names = [one.name for one in PASSES]

@@ -1,4 +1,4 @@
-"""Running one program on all PCP ranks.
+"""Collectives, and running the programs of all ranks in one process.
 
 A program is a Python generator: it computes, yields a `Collective` when it needs the other ranks, and gets its result
 back. `run_lockstep` drives the generators of P virtual ranks in one process with one copy of the weights.
@@ -45,8 +45,17 @@ class Collective:
 
     @property
     def is_sum(self) -> bool:
-        """Whether contributions are added up (all-reduce) and not laid in rank order (all-gather)."""
+        """Whether contributions are added up (all-reduce) and not laid in rank order (all-gather).
+
+        Each element then has one owner, and is zero in what the other ranks send.
+        """
         return self.op is ops.RESTORE_ROWS
+
+    def record(self, sent: Tensor, num_ranks: int) -> ExecutedCollective:
+        """Return the record of this collective, of which a rank sends `sent`."""
+        received_bytes = (num_ranks - 1) * sent.numel() * sent.element_size()
+        op = self.op._schema.name.removeprefix("pcp::")
+        return ExecutedCollective(self.name, op, tuple(sent.shape), sent.dtype, received_bytes)
 
 
 Program = Generator[Collective, Any, Sequence[Any]]
@@ -65,7 +74,7 @@ class ExecutedCollective:
 
 @dataclass(slots=True)
 class LockstepResult:
-    """Results of every rank and the collectives that ran, in order."""
+    """Results of every rank that runs in this process, and the collectives that ran, in order."""
 
     outputs: list[Sequence[Any]] = field(default_factory=list)
     collectives: list[ExecutedCollective] = field(default_factory=list)
@@ -104,13 +113,7 @@ def _combine(requests: list[Collective], log: list[ExecutedCollective]) -> Tenso
     sent = [request.contribution() for request in requests]
     if len({part.shape for part in sent}) > 1:
         raise InvariantError(f"{first.name}: ranks send different shapes: {[tuple(part.shape) for part in sent]}")
-    others = len(sent) - 1
-    log.append(
-        ExecutedCollective(
-            first.name, first.op._schema.name.removeprefix("pcp::"), tuple(sent[0].shape), sent[0].dtype,
-            others * sent[0].numel() * sent[0].element_size(),
-        )
-    )  # fmt: skip
+    log.append(first.record(sent[0], len(sent)))
     if first.is_sum:
         combined = sent[0].clone()
         for part in sent[1:]:
