@@ -73,8 +73,6 @@ class Compilation:
         placeholders = {entry.name: position for position, entry in enumerate(self.trace.inputs)}
         self._positions = placeholders
         self._index: tuple[int, torch.device, Partition, list[dict[str, Tensor]]] | None = None
-        if self.config.dump.dir is not None:
-            self.write(self.config.dump.dir)
 
     @property
     def stages(self) -> tuple[Stage, ...]:

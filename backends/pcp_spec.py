@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +33,7 @@ class PcpSpecBackend:
 
     def __init__(self) -> None:
         self._compilations: weakref.WeakKeyDictionary[object, list[Compilation]] = weakref.WeakKeyDictionary()
+        self._num_dumps: Counter[Path] = Counter()
         self._warned_about_gradients = False
 
     def __call__(
@@ -61,6 +64,8 @@ class PcpSpecBackend:
             with torch_private.real_tensors():
                 compilation = Compilation(config, trace, name=type(target).__name__)
             self._compilations.setdefault(target, []).append(compilation)
+            if config.dump.dir is not None:
+                compilation.write(self._dump_folder(config.dump.dir))
             return make_boxed_func(self._runner(compilation, target))  # type: ignore[no-any-return]
 
         with torch.no_grad():
@@ -69,13 +74,21 @@ class PcpSpecBackend:
             )
 
     def reset(self) -> None:
-        """Forget all compilations and given warnings; called by `torch._dynamo.reset()`, possibly several times."""
+        """Forget all compilations, dumps and given warnings; `torch._dynamo.reset()` calls it, possibly several times."""
         self._compilations.clear()
+        self._num_dumps.clear()
         self._warned_about_gradients = False
 
     def compilations(self, target: object) -> list[Compilation]:
         """Return what was compiled for a module or function."""
         return self._compilations.get(target, [])
+
+    def _dump_folder(self, folder: str | Path) -> Path:
+        """Return where to dump a compilation: the folder itself for its first one."""
+        path = Path(folder)
+        self._num_dumps[path] += 1
+        number = self._num_dumps[path]
+        return path if number == 1 else path / f"compilation_{number}"
 
     def _runner(self, compilation: Compilation, target: object) -> Callable[..., list[object]]:
         """Return the function that Dynamo's code calls.

@@ -81,7 +81,10 @@ def inspect(
     """
     resolved = load_config(config)
     traced = trace_module(model, args, dict(kwargs or {}), tokens=resolved.tokens)
-    return Compilation(resolved, traced.trace, name=type(model).__name__)
+    compilation = Compilation(resolved, traced.trace, name=type(model).__name__)
+    if resolved.dump.dir is not None:
+        compilation.write(resolved.dump.dir)
+    return compilation
 
 
 def compilations(compiled: object) -> list[Compilation]:

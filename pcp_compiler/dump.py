@@ -6,7 +6,9 @@
     <folder>/rank_0/final.py            the program; `python final.py` runs it on random inputs
     <folder>/rank_0/decisions.json, config.yaml
 
-Several compilations, processes or threads may write into one folder: files are written beside and renamed into place.
+A later dump replaces an earlier one; where one run dumps several compilations, the second goes to
+<folder>/compilation_2, and so on. Several processes or threads may write into one folder: files are written beside and
+renamed into place.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pcp_compiler.config import Config
@@ -34,11 +36,10 @@ def write(folder: Path, lowered: Lowered, config: Config, trace: Trace) -> Path:
     Returns:
         `folder`.
     """
+    files = dict(_files(lowered, config, trace))
     try:
-        files = dict(_files(lowered, config, trace))
         for rank in range(config.parallel.pcp_size):
-            for name, text in files.items():
-                _write_atomically(folder / f"rank_{rank}" / name, text)
+            _write_files(folder / f"rank_{rank}", files)
     except OSError as fault:
         log.warning("dump.dir: cannot write %s: %s; going on without a dump", folder, fault)
     return folder
@@ -109,9 +110,22 @@ def _op_changes(before: Stage, after: Stage) -> str:
     return ", ".join(f"{name} {change:+}" for name, change in changes.items() if change)
 
 
+def _write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Write the files of one rank and remove stages of an earlier dump that this one does not have."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        _write_atomically(folder / name, text)
+    for path in folder.glob("[0-9][0-9]_*"):
+        if path.name not in files:
+            path.unlink(missing_ok=True)
+
+
 def _write_atomically(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -29,6 +29,9 @@ _lib.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? q_rows, *, int layer, str kind, float scale,"
     " int? window=None, float? soft_cap=None, Tensor? sinks=None) -> Tensor"
 )
+_lib.define("experts(Tensor x, Tensor expert_ids, Tensor weight, Tensor? bias) -> Tensor")
+_lib.define("grouped_mm(Tensor x, Tensor weight, Tensor offsets) -> Tensor")
+_lib.define("drop_pads(Tensor expert_ids, Tensor num_rows, int dim, int outer, int inner) -> Tensor")
 _lib.define("shard(Tensor x, Tensor local_rows, int dim) -> Tensor")
 _lib.define("unshard(Tensor x, Tensor restore, int dim) -> Tensor")
 _lib.define("gather_start(Tensor[] xs, int[] dims) -> Tensor")
@@ -114,8 +117,49 @@ def _scored_attention(
         scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
     wide = torch.promote_types(scores.dtype, torch.float32)
     weights = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)[..., : k.shape[1]]
-    out = weights.unflatten(1, per_kv_head) @ v.transpose(1, 2).unsqueeze(2)
+    out: Tensor = weights.unflatten(1, per_kv_head) @ v.transpose(1, 2).unsqueeze(2)
     return out.flatten(1, 2).transpose(1, 2).contiguous()
+
+
+def experts(x: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply each row by the matrix of its expert; the reference of `pcp::experts`.
+
+    Args:
+        x: [S, I]. expert_ids: [S] integers; a row whose number is not one of 0..E-1 has no expert.
+        weight: [E, I, O]. bias: [E, O] or None.
+    Returns:
+        [S, O]; zeros for rows without an expert, whatever they hold. A row's result depends on no other row.
+    """
+    out = x.new_zeros(x.shape[0], weight.shape[2])
+    for expert in range(weight.shape[0]):
+        rows = (expert_ids == expert).nonzero().squeeze(1)
+        if rows.numel():
+            picked = x.index_select(0, rows) @ weight[expert]
+            out[rows] = picked if bias is None else picked + bias[expert]
+    return out
+
+
+def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Multiply runs of rows by one matrix each, as `torch.nn.functional.grouped_mm` does for any dtype.
+
+    Stands in traces for that function, which fake tensors know for bfloat16 only; canonicalize_experts replaces it.
+
+    Args:
+        x: [S, I], sorted by expert. weight: [E, I, O]. offsets: [E], where each expert's run of rows ends.
+    Returns:
+        [S, O]; zeros behind the last run.
+    """
+    rows = torch.arange(x.shape[0], device=x.device)
+    return experts(x, torch.searchsorted(offsets, rows, right=True), weight, None)
+
+
+def drop_pads(expert_ids: Tensor, num_rows: Tensor, dim: int, outer: int, inner: int) -> Tensor:
+    """Send padding rows to no expert: dim `dim` has size outer * W * inner, and of the W rows `num_rows` [] are real."""
+    size = expert_ids.shape[dim]
+    width = max(size // (outer * inner), 1)
+    row = torch.arange(size, device=expert_ids.device) // inner % width
+    is_real = (row < num_rows).reshape([-1 if i == dim else 1 for i in range(expert_ids.ndim)])
+    return torch.where(is_real, expert_ids, -1)
 
 
 def shard(x: Tensor, local_rows: Tensor, dim: int) -> Tensor:
@@ -198,6 +242,9 @@ def _restore_rows_fake(x: Tensor, sources: Tensor, _rank: Tensor, dim: int) -> T
 
 for _name, _kernel, _fake in (
     ("attention", attention, _attention_fake),
+    ("experts", experts, lambda x, _expert_ids, weight, _bias: x.new_empty(x.shape[0], weight.shape[2])),
+    ("grouped_mm", grouped_mm, lambda x, weight, _offsets: x.new_empty(x.shape[0], weight.shape[2])),
+    ("drop_pads", drop_pads, lambda expert_ids, *_sizes: torch.empty_like(expert_ids)),
     ("shard", shard, lambda x, local_rows, dim: _with_rows(x, dim, local_rows.shape[0])),
     ("unshard", _needs_ranks, _unshard_fake),
     ("gather_start", _needs_ranks, _gather_start_fake),
@@ -208,6 +255,9 @@ for _name, _kernel, _fake in (
     torch.library.register_fake(f"pcp::{_name}", _fake, lib=_lib)
 
 ATTENTION = torch.ops.pcp.attention.default
+EXPERTS = torch.ops.pcp.experts.default
+GROUPED_MM = torch.ops.pcp.grouped_mm.default
+DROP_PADS = torch.ops.pcp.drop_pads.default
 SHARD = torch.ops.pcp.shard.default
 UNSHARD = torch.ops.pcp.unshard.default
 GATHER_START = torch.ops.pcp.gather_start.default

@@ -1,4 +1,4 @@
-"""Everything that touches private names of torch; one small function each, tested in tests/test_torch_private.py.
+"""Everything that touches private names of torch; one small function each, tested in tests/backend/test_torch_private.py.
 
 The names exist in torch 2.11 to 2.14. Keep all private access here, so that a new torch release means one file.
 """

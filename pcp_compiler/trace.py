@@ -131,8 +131,8 @@ def source_line(node: fx.Node) -> str:
 # Attention while it is still one call
 
 
-class _AttentionMode(TorchFunctionMode):
-    """Replaces SDPA by `pcp::attention` while a module is traced."""
+class _SingleCallMode(TorchFunctionMode):
+    """Replaces SDPA by `pcp::attention` while a module is traced, and grouped_mm by ours, which traces in any dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,6 +144,8 @@ class _AttentionMode(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.num_layers += 1
             return sdpa_as_pcp(self.num_layers - 1, *args, **(kwargs or {}))
+        if func is F.grouped_mm:
+            return grouped_mm_as_pcp(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -164,11 +166,20 @@ def sdpa_as_pcp(layer: int, query: Tensor, key: Tensor, value: Tensor, attn_mask
         return sdpa_as_pcp(layer, query[None], key[None], value[None], attn_mask, 0.0, is_causal, scale, enable_gqa)[0]
     is_one_row = torch_private.is_at_most_one(query.shape[2]) and torch_private.is_at_most_one(key.shape[2])
     kind = "masked" if attn_mask is not None else "full" if is_causal or is_one_row else "bidirectional"
-    out = ops.ATTENTION(
+    out: Tensor = ops.ATTENTION(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask, None, layer=layer, kind=kind,
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
     )  # fmt: skip
     return out.transpose(1, 2)
+
+
+def grouped_mm_as_pcp(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, bias: Tensor | None = None,
+                      out_dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
+    """Return what grouped_mm returns, computed by `pcp::grouped_mm`; arguments as torch.nn.functional.grouped_mm's."""
+    if mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None or bias is not None or out_dtype is not None:
+        return F.grouped_mm(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
+    out: Tensor = ops.GROUPED_MM(mat_a, mat_b, offs)
+    return out
 
 
 def replace_sdpa(gm: fx.GraphModule) -> None:
@@ -290,7 +301,7 @@ def trace_module(
         results["constants"] = tuple(None if isinstance(leaf, Tensor) else _plain(leaf) for leaf in out_leaves)
         return [out_leaves[i] for i in results["tensors"]]
 
-    with torch.no_grad(), _AttentionMode(), mode:
+    with torch.no_grad(), _SingleCallMode(), mode:
         gm = make_fx(forward, record_stack_traces=True)(*fake_weights, *fake_leaves)
         gm = _without_mutations(gm, [*fake_weights, *fake_leaves])
     inputs = tuple(

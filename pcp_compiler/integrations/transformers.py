@@ -1,9 +1,11 @@
-"""Attention interface `pcp_spec` for transformers models.
+"""Attention and experts `pcp_spec` for transformers models.
 
     import pcp_compiler.integrations.transformers
-    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="pcp_spec")
+    model = AutoModelForCausalLM.from_pretrained(
+        ..., attn_implementation="pcp_spec", experts_implementation="pcp_spec"
+    )
 
-Importing this module registers it. Models loaded with sdpa work without it; with it a plain prompt builds no mask.
+Importing this module registers both. Models loaded with sdpa work without it; with it a plain prompt builds no mask.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import sdpa_mask
 
 from pcp_compiler import ops, torch_private
@@ -82,5 +85,42 @@ def attention_mask(
     )  # fmt: skip
 
 
+def experts_forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:  # fmt: skip
+    """transformers' experts interface: a token's rows stay where they are, nothing is sorted by expert.
+
+    What the module does between its two matrices (gate, clamps, norm) is traced as it is.
+
+    Args:
+        hidden_states: [T, H]. top_k_index, top_k_weights: [T, k].
+    Returns:
+        [T, H].
+    Raises:
+        UnsupportedGraphError: the module's experts are spread over processes.
+    """
+    if module._is_expert_parallel:
+        raise UnsupportedGraphError("experts: expert parallelism is not supported; load the model without a tp_plan")
+    num_tokens, top_k = top_k_index.shape
+    expert_ids = top_k_index.reshape(-1)
+    x = hidden_states.unsqueeze(1).expand(-1, top_k, -1).reshape(num_tokens * top_k, -1)
+    out = _expert_linear(module, "gate_up_proj" if module.has_gate else "up_proj", x, expert_ids)
+    out = module._apply_gate(out) if module.has_gate else module.act_fn(out)
+    out = _expert_linear(module, "down_proj", out, expert_ids)
+    if module.has_post_expert_norm:
+        out = module.post_expert_norm(out)
+    weighted = out * top_k_weights.reshape(-1, 1)
+    return weighted.view(num_tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+def _expert_linear(module: nn.Module, name: str, x: Tensor, expert_ids: Tensor) -> Tensor:
+    """Apply one stacked linear of an experts module: x [S, I], expert_ids [S] -> [S, O]."""
+    weight = getattr(module, name)
+    bias = getattr(module, f"{name}_bias") if module.has_bias else None
+    out: Tensor = ops.EXPERTS(x, expert_ids, weight if module.is_transposed else weight.transpose(-2, -1), bias)
+    return out
+
+
 AttentionInterface.register("pcp_spec", attention_forward)
 AttentionMaskInterface.register("pcp_spec", attention_mask)
+ExpertsInterface.register("pcp_spec", experts_forward)

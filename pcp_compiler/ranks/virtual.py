@@ -91,16 +91,17 @@ def run_lockstep(programs: Sequence[Program]) -> LockstepResult:
     done = LockstepResult()
     answer: Tensor | None = None
     while True:
-        requests, finished = [], []
-        for program in programs:
+        requests: list[Collective] = []
+        finished: dict[int, Sequence[Any]] = {}
+        for rank, program in enumerate(programs):
             try:
                 requests.append(program.send(answer))
             except StopIteration as stop:
-                finished.append(stop.value)
+                finished[rank] = stop.value
         if finished:
             if requests:
-                raise InvariantError(f"{len(finished)} ranks ended while {len(requests)} wait at {requests[0].name}")
-            done.outputs = finished
+                raise InvariantError(f"ranks {list(finished)} ended while {len(requests)} wait at {requests[0].name}")
+            done.outputs = list(finished.values())
             return done
         answer = _combine(requests, done.collectives)
 
@@ -109,10 +110,12 @@ def _combine(requests: list[Collective], log: list[ExecutedCollective]) -> Tenso
     """Do one collective for all ranks, and free what they sent as soon as it is combined."""
     first = requests[0]
     if len({(request.name, request.op) for request in requests}) > 1:
-        raise InvariantError(f"ranks reached different collectives: {', '.join(request.name for request in requests)}")
+        reached = ", ".join(f"rank {rank} {request.name} ({request.op})" for rank, request in enumerate(requests))
+        raise InvariantError(f"ranks reached different collectives: {reached}")
     sent = [request.contribution() for request in requests]
-    if len({part.shape for part in sent}) > 1:
-        raise InvariantError(f"{first.name}: ranks send different shapes: {[tuple(part.shape) for part in sent]}")
+    if len({(part.shape, part.dtype) for part in sent}) > 1:
+        parts = ", ".join(f"rank {rank} {part.dtype}{tuple(part.shape)}" for rank, part in enumerate(sent))
+        raise InvariantError(f"{first.name}: ranks send different shapes: {parts}")
     log.append(first.record(sent[0], len(sent)))
     if first.is_sum:
         combined = sent[0].clone()
