@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +22,9 @@ from pcp_compiler import torch_private
 from pcp_compiler.backends.compilation import Compilation
 from pcp_compiler.config import Config, load_config
 from pcp_compiler.errors import BypassError, ConfigError, UnsupportedGraphError
-from pcp_compiler.trace import TraceInput, dynamo_inputs, replace_sdpa, trace_dynamo_graph
+from pcp_compiler.ranks.distributed import RankGroup, RankGroups
+from pcp_compiler.ranks.launch import check_size, split_group
+from pcp_compiler.trace import TraceInput, dynamo_inputs, paused_gc, replace_sdpa, trace_dynamo_graph
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ class PcpSpecBackend:
         self._compilations: weakref.WeakKeyDictionary[object, list[Compilation]] = weakref.WeakKeyDictionary()
         self._num_dumps: Counter[Path] = Counter()
         self._warned_about_gradients = False
+        self._rank_groups = RankGroups()
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[object], *,
@@ -43,14 +47,25 @@ class PcpSpecBackend:
         """Compile one graph of Dynamo's.
 
         Raises:
-            ConfigError: options or mode. BypassError: not the whole model would be compiled.
-            UnsupportedGraphError: the model cannot be sharded.
+            ConfigError: options, mode or process group. BypassError: not the whole model would be compiled.
+            UnsupportedGraphError: the model cannot be sharded. RankError: the processes do not meet.
         """
         if torch_private.errors_are_suppressed():
             return _refuse_to_run
+        group, own_options = split_group(options)
+        config = load_config(own_options)
+        ranks = self._rank_groups.find(config, group)
+        with nullcontext() if ranks is None else ranks.compiling(), paused_gc():
+            return self._compile(gm, example_inputs, config, ranks, mode)
+
+    def _compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[object], config: Config, ranks: RankGroup | None,
+        mode: str | None,
+    ) -> Callable[..., Any]:  # fmt: skip
+        if ranks is not None:
+            check_size(config.parallel.pcp_size, ranks.size)
         if mode is not None:
             raise ConfigError(f"mode={mode!r} is not used by backend pcp_spec; allowed: options={{...}} without mode")
-        config = load_config(options)
         for note in config.notes:
             log.info("%s", note)
         target = _check_not_bypassed(gm)
@@ -62,7 +77,7 @@ class PcpSpecBackend:
             trace = trace_dynamo_graph(aten_gm, inputs, config.tokens)
             _refuse_cache_inputs(trace.graph_module, trace.inputs)
             with torch_private.real_tensors():
-                compilation = Compilation(config, trace, name=type(target).__name__)
+                compilation = Compilation(config, trace, name=type(target).__name__, ranks=ranks)
             self._compilations.setdefault(target, []).append(compilation)
             if config.dump.dir is not None:
                 compilation.write(self._dump_folder(config.dump.dir))
@@ -74,7 +89,7 @@ class PcpSpecBackend:
             )
 
     def reset(self) -> None:
-        """Forget all compilations, dumps and given warnings; `torch._dynamo.reset()` calls it, possibly several times."""
+        """Forget compilations, dumps and given warnings; `torch._dynamo.reset()` calls it, possibly several times."""
         self._compilations.clear()
         self._num_dumps.clear()
         self._warned_about_gradients = False
@@ -143,7 +158,8 @@ def _check_not_bypassed(gm: fx.GraphModule) -> object:
     if frame.foreign is not None:
         at = f"{frame.foreign.filename}:{frame.foreign.lineno} in {frame.foreign.name}"
         raise BypassError(
-            f"only a part of the model reaches the compiler: {at} runs uncompiled; compile with fullgraph=True to see why"
+            f"only a part of the model reaches the compiler: {at} runs uncompiled; compile with fullgraph=True to see "
+            "why"
         )
     if torch_private.is_last_recompile():
         raise BypassError(

@@ -201,7 +201,8 @@ def _ancestors(node: fx.Node) -> list[fx.Node]:
 
 def _input_check(node: fx.Node, attention: fx.Node, needed: list[fx.Node], ctx: PassContext) -> CallCheck | None:
     """Return what every call has to check so that the proof holds for it; refuse inputs it cannot depend on."""
-    if not isinstance(node.meta["val"], Tensor) or all(reads_sizes_only(u) for u in node.users if u in needed):
+    readers = [user for user in node.users if user in needed]  # none when the mask is the input itself
+    if not isinstance(node.meta["val"], Tensor) or (readers and all(map(reads_sizes_only, readers))):
         return None
     if node.name in ctx.position_inputs:
         return CallCheck(node.name, "consecutive", "the attention mask was proven causal for consecutive positions")

@@ -90,8 +90,9 @@ def _swap(value, old: fx.Node, new: object):  # type: ignore[no-untyped-def]
 
 
 def _sizes_of_results(gm: fx.GraphModule) -> list[fx.Node]:
-    """Return the nodes that read a size off a tensor that is not an input."""
-    return [node for node in calls(gm, aten.sym_size.int) if node.args[0].op != "placeholder"]  # type: ignore[union-attr]
+    """Return the nodes that read a size off a tensor that is not an input, or a number of elements off any."""
+    reads = calls(gm, aten.sym_size.int, aten.sym_numel.default)
+    return [n for n in reads if n.target is aten.sym_numel.default or n.args[0].op != "placeholder"]  # type: ignore[union-attr]
 
 
 def _inferred_sizes(node: fx.Node) -> dict[int, int | torch.SymInt]:

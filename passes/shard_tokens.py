@@ -39,7 +39,20 @@ from pcp_compiler.torch_private import new_row_symbol, size_expression, size_fro
 from pcp_compiler.trace import num_tokens
 
 aten = torch.ops.aten
-LOCAL_ROWS, RESTORE = "local_rows", "restore"
+LOCAL_ROWS, RESTORE, NUM_ROWS = "local_rows", "restore", "num_rows"
+WHOLE_OF, LOCAL_OF = "whole_of", "local_of"
+"""Notes on nodes of the sharded graph: the name of the node they stand for; with the rows that they hold of it."""
+FILLS = {
+    aten.new_empty.default: 1,
+    aten.new_zeros.default: 1,
+    aten.new_ones.default: 1,
+    aten.new_full.default: 1,
+    aten.empty.memory_format: 0,
+    aten.zeros.default: 0,
+    aten.ones.default: 0,
+    aten.full.default: 0,
+}
+"""Ops that make a tensor of one value, and which argument is its size."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +103,7 @@ class _Rewriter:
         self._graph = fx.Graph()
         self._whole: dict[fx.Node, fx.Node] = {}
         self._local: dict[tuple[fx.Node, Rows], fx.Node] = {}
+        self._num_rows: fx.Node | None = None
         length = num_tokens(gm, ctx.seeds)
         self._sizes_of, self._tokens = size_numbers(gm.graph, length)
         self._length = length
@@ -105,7 +119,18 @@ class _Rewriter:
         self._add_index_inputs(placeholders)
         for node in nodes[len(placeholders) :]:
             self._emit(node)
+        self._note_origins()
         return self._graph
+
+    def _note_origins(self) -> None:
+        for node, copied in self._whole.items():
+            verdict = node.meta.get("verdict")
+            if isinstance(verdict, Local) and isinstance(verdict.out, tuple):
+                copied.meta[LOCAL_OF] = (node.name, verdict.out)
+            else:
+                copied.meta[WHOLE_OF] = node.name
+        for (node, rows), copied in self._local.items():
+            copied.meta[LOCAL_OF] = (node.name, rows)
 
     def _add_index_inputs(self, placeholders: list[fx.Node]) -> None:
         device = next(n for n in placeholders if n.name in self._ctx.seeds).meta["val"].device
@@ -181,6 +206,9 @@ class _Rewriter:
         inputs = tensor_inputs(node)
         if node.target is aten.expand.default and self._is_repeated(inputs[0], node, wanted):
             return (None,)
+        if node.target in FILLS:
+            verdict = node.meta["verdict"]
+            return verdict.inputs if isinstance(verdict, Local) else (None,) * len(inputs)
         rule = find_rule(node.target)
         if node.op != "call_function" or rule is None or not 1 <= len(inputs) <= 2:
             return None
@@ -260,8 +288,8 @@ class _Rewriter:
         else:
             args = tuple(form(value) for value in node.args)
             kwargs = {name: form(value) for name, value in node.kwargs.items()}
-        if node.target in SIZE_ARGUMENT and isinstance(verdict.out, Rows):
-            position = SIZE_ARGUMENT[node.target]
+        position = SIZE_ARGUMENT.get(node.target, FILLS.get(node.target))  # type: ignore[arg-type]
+        if position is not None and isinstance(verdict.out, Rows):
             sizes = list(args[position])
             sizes[verdict.out.dim] = self._size_nodes.node_for(
                 self._with_width(node.meta["val"].shape[verdict.out.dim])
@@ -269,8 +297,20 @@ class _Rewriter:
             args = (*args[:position], sizes, *args[position + 1 :])
         if node.target is ops.ATTENTION:
             args = (*args[:4], self._local_rows)
+        if node.target is ops.EXPERTS:
+            assert isinstance(verdict.out, Rows)
+            args = (args[0], self._without_pads(args[1], verdict.out), *args[2:])
         copied = self._add(node, node.target, args, self._local_values(node.meta["val"], verdict.out), kwargs)  # type: ignore[arg-type]
         return copied
+
+    def _without_pads(self, expert_ids: fx.Node, rows: Rows) -> fx.Node:
+        """Return expert numbers in which the padding rows of this rank have no expert."""
+        if self._num_rows is None:
+            with self._mode:
+                value = torch.empty((), dtype=torch.int64, device=self._local_rows.meta["val"].device)
+            self._num_rows = add_index_input(self._graph, NUM_ROWS, value)
+        args = (expert_ids, self._num_rows, rows.dim, rows.outer, rows.inner)
+        return self._add(expert_ids, ops.DROP_PADS, args, expert_ids.meta["val"])
 
     def _add(
         self, origin: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], value: object,

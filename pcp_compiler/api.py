@@ -14,39 +14,48 @@ from torch import Tensor, nn
 from pcp_compiler import ops, torch_private
 from pcp_compiler.backends.compilation import CallRecord, Compilation
 from pcp_compiler.backends.pcp_spec import backend
+from pcp_compiler.compare import check_equal_trees
 from pcp_compiler.config import Config, load_config
-from pcp_compiler.errors import BypassError, UnsupportedGraphError
+from pcp_compiler.errors import BypassError, ConfigError, UnsupportedGraphError
+from pcp_compiler.ranks.launch import split_group
 from pcp_compiler.trace import trace_module
 
 Options = Config | Mapping[str, Any] | str | Path | None
 
 
-def compile(model: Any, config: Options = None) -> Any:
+def compile(model: Any, config: Options = None, *, group: object = None) -> Any:
     """Return `torch.compile(model, backend="pcp_spec")` that traces once for every prompt length.
 
     Args:
         model: a decoder in eval mode. config: a `Config`, a dict, or the path of a config file.
+        group: the ProcessGroup or DeviceMesh whose ranks run the model; None: all processes, or virtual ranks.
     Returns:
         A callable with the model's attributes. Each call runs without gradients.
     Raises:
         ConfigError: at once. The first call raises UnsupportedGraphError or BypassError.
     """
-    return CompiledModel(model, load_config(config))
+    in_config, options = split_group(config)
+    return CompiledModel(model, load_config(options), in_config if group is None else group)
 
 
 class CompiledModel:
     """A model compiled by `pcp_compiler.compile`."""
 
-    def __init__(self, model: Any, config: Config) -> None:
+    def __init__(self, model: Any, config: Config, group: object = None) -> None:
         self._config = config
+        self._model = model
         self._positional = _positional_names(model)
-        self._compiled: Any = torch.compile(model, backend="pcp_spec", fullgraph=True, options=config.resolved())
+        options = config.resolved() if group is None else {**config.resolved(), "group": group}
+        self._compiled: Any = torch.compile(model, backend="pcp_spec", fullgraph=True, options=options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; integer inputs (or those of option tokens) may have another length each time."""
         self._mark_token_dims(args, kwargs)
         with torch_private.one_trace_settings(), torch.no_grad():
-            return self._compiled(*args, **kwargs)
+            result = self._compiled(*args, **kwargs)
+            if self._config.check.mode == "shadow":
+                check_equal_trees(result, self._model(*args, **kwargs), self._config.check, "the original model")
+        return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compiled, name)
@@ -70,21 +79,47 @@ def _positional_names(model: Any) -> tuple[str, ...]:
 
 
 def inspect(
-    model: nn.Module, args: tuple[Any, ...] = (), config: Options = None, kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    example_inputs: Tensor | Sequence[Any] | Mapping[str, Any],
+    config: Options = None,
+    *,
+    check_rows: bool = False,
 ) -> Compilation:
-    """Trace and lower a model for a look at its stages, programs and decisions, without torch.compile.
+    """Trace and lower a model for a look at what the compiler does, without torch.compile.
 
     Args:
-        args, kwargs: an example call; transformers models need use_cache=False.
+        example_inputs: a tensor, a tuple of arguments, or a dict of keyword arguments. A forward that takes `use_cache`
+            gets False unless the dict says otherwise.
+        check_rows: also run each row-local call on some rows of the example alone and compare: finds wrong placement
+            rules. Config key `check.rows` does the same.
+    Returns:
+        The compilation: `.stages`, `.programs[phase, rank]`, `.decisions`, `.write(folder)`.
     Raises:
-        UnsupportedGraphError, ConfigError.
+        UnsupportedGraphError: the model cannot be sharded, or a placement rule is wrong. ConfigError.
     """
     resolved = load_config(config)
-    traced = trace_module(model, args, dict(kwargs or {}), tokens=resolved.tokens)
-    compilation = Compilation(resolved, traced.trace, name=type(model).__name__)
+    args, kwargs = _example_call(model, example_inputs)
+    traced = trace_module(model, args, kwargs, tokens=resolved.tokens)
+    compilation = Compilation(resolved, traced.trace, name=type(model).__name__, record=True)
+    if check_rows or resolved.check.rows:
+        compilation.check_rows(traced.flat_inputs(args, kwargs))
     if resolved.dump.dir is not None:
         compilation.write(resolved.dump.dir)
     return compilation
+
+
+def _example_call(model: nn.Module, example: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of an example call."""
+    if not isinstance(example, (Tensor, tuple, list, Mapping)):
+        raise ConfigError(
+            f"example_inputs: got {type(example).__name__}; allowed: a tensor, a tuple of arguments, or a dict of keyword "
+            "arguments"
+        )
+    kwargs = dict(example) if isinstance(example, Mapping) else {}
+    args = (example,) if isinstance(example, Tensor) else () if kwargs else tuple(example)
+    if "use_cache" in signature(model.forward).parameters:
+        kwargs.setdefault("use_cache", False)
+    return args, kwargs
 
 
 def compilations(compiled: object) -> list[Compilation]:
@@ -98,7 +133,7 @@ def compilations(compiled: object) -> list[Compilation]:
     options = torch_private.compiled_options(wrapped)
     if target is None or options is None:
         raise BypassError(f"{type(compiled).__name__} was not compiled with backend='pcp_spec'")
-    config = load_config(options)
+    config = load_config(split_group(options)[1])
     found = [entry for entry in backend.compilations(target) if entry.config == config]
     if not found:
         raise BypassError(

@@ -63,13 +63,11 @@ PLANNED_KEYS: Final = (
     "limits.kv_cache_dtype",
     "limits.prefill_chunk",
     "limits.prefix_cache",
-    "check.rtol",
-    "check.atol",
     "numerics",
 )
 """Keys of the design that do not work yet."""
 
-PLANNED_VALUES: Final = (("check.mode", "shadow"), ("role", "draft"))
+PLANNED_VALUES: Final = (("role", "draft"),)
 """Values, of keys that work, that do not work yet."""
 
 VLLM_ALIASES: Final[Mapping[str, str]] = {
@@ -190,9 +188,20 @@ class ParallelConfig(_Section):
 class CheckConfig(_Section):
     """What is checked on every call, beyond what is always checked."""
 
-    mode: Annotated[Literal["none", "inputs"], Allowed("none, inputs")] = "none"
+    mode: Annotated[Literal["none", "inputs", "shadow"], Allowed("none, inputs, shadow")] = "none"
     """`inputs`: distributed ranks compare the token ids of every call; the shapes, and the ids of the first call, are
-    always compared."""
+    always compared. `shadow`: every call also runs unsharded, and all results are compared: with the unsharded program
+    of the same trace, and under `pcp_compiler.compile` with the original model too."""
+
+    rtol: Annotated[float | None, Field(ge=0, allow_inf_nan=False), Allowed("number >= 0, or None by dtype")] = None
+    """`shadow`: difference allowed per unit of the expected value. None: by dtype, see `pcp_compiler.compare`."""
+
+    atol: Annotated[float | None, Field(ge=0, allow_inf_nan=False), Allowed("number >= 0, or None by dtype")] = None
+    """`shadow`: difference allowed everywhere. None: that of `rtol` at the largest expected value of the result."""
+
+    rows: Annotated[bool, Allowed("True, False")] = False
+    """Whether the first sharded call runs each row-local op on some rows alone and compares: finds wrong placement rules.
+    `pcp_compiler.inspect(..., check_rows=True)` does the same with its example inputs."""
 
 
 class DumpConfig(_Section):

@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from pcp_compiler.config import Config
@@ -28,17 +28,17 @@ from pcp_compiler.trace import Trace
 log = logging.getLogger(__name__)
 
 
-def write(folder: Path, lowered: Lowered, config: Config, trace: Trace) -> Path:
-    """Write one folder per rank; a folder that cannot be written costs a warning, never the run.
+def write(folder: Path, lowered: Lowered, config: Config, trace: Trace, ranks: Iterable[int] | None = None) -> Path:
+    """Write one folder for each of `ranks`; a folder that cannot be written costs a warning, never the run.
 
     Args:
-        lowered: made with record=True.
+        lowered: made with record=True. ranks: those of this process; None: all.
     Returns:
         `folder`.
     """
     files = dict(_files(lowered, config, trace))
     try:
-        for rank in range(config.parallel.pcp_size):
+        for rank in range(config.parallel.pcp_size) if ranks is None else ranks:
             _write_files(folder / f"rank_{rank}", files)
     except OSError as fault:
         log.warning("dump.dir: cannot write %s: %s; going on without a dump", folder, fault)

@@ -31,6 +31,7 @@ class SymbolNames:
 
     def __init__(self, gm: fx.GraphModule, seeds: Mapping[str, int]) -> None:
         self._names: dict[sympy.Expr, sympy.Symbol] = {}
+        self._texts: dict[sympy.Expr, str] = {}  # a graph has thousands of sizes and a few expressions
         for node in gm.graph.find_nodes(op="placeholder"):
             value = node.meta.get("val")
             if isinstance(value, Tensor) and node.name in seeds:
@@ -40,7 +41,14 @@ class SymbolNames:
 
     def text(self, size: int | torch.SymInt) -> str:
         """Return a size in the new names."""
+        if isinstance(size, int):
+            return str(size)
         expression = size_expression(size)
+        if expression not in self._texts:
+            self._texts[expression] = self._text(expression)
+        return self._texts[expression]
+
+    def _text(self, expression: sympy.Expr) -> str:
         for symbol in sorted(expression.free_symbols, key=str):
             if symbol not in self._names:
                 self._names[symbol] = sympy.Symbol(f"s{sum(n.name.startswith('s') for n in self._names.values())}")

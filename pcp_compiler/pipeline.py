@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
+from pcp_compiler import torch_private
 from pcp_compiler.config import Config
 from pcp_compiler.errors import InvariantError
 from pcp_compiler.graph_text import count_ops, format_graph
 from pcp_compiler.invariants import check_invariants
 from pcp_compiler.pass_api import Decisions, Pass, PassContext
 from pcp_compiler.passes.canonicalize_attention import CanonicalizeAttention
+from pcp_compiler.passes.canonicalize_experts import CanonicalizeExperts
 from pcp_compiler.passes.explicit_shapes import ExplicitShapes
 from pcp_compiler.passes.gather_kv import GatherKv
 from pcp_compiler.passes.infer_placements import InferPlacements
@@ -28,6 +30,7 @@ log = logging.getLogger(__name__)
 CANONICAL_PASSES: tuple[Pass, ...] = (
     ExplicitShapes(),  # first: later passes change sizes and must not meet -1 or a size read off a tensor
     CanonicalizeAttention(),  # before placements: a [T, T] mask has rows on two dims and could not be placed
+    CanonicalizeExperts(),  # before placements: it takes out a sort of tokens, which would be refused
 )
 SHARDING_PASSES: tuple[Pass, ...] = (
     InferPlacements(),  # decides and refuses before anything is rewritten
@@ -70,6 +73,16 @@ class Lowered:
     decisions: Decisions
 
 
+def make_context(trace: Trace, config: Config) -> PassContext:
+    """Return what the passes read besides the graph of a trace."""
+    return PassContext(
+        config,
+        trace.seeds,
+        position_inputs=frozenset(entry.name for entry in trace.inputs if is_positions(entry)),
+        user_inputs=frozenset(entry.name for entry in trace.inputs if entry.kind == "user"),
+    )
+
+
 def lower(trace: Trace, config: Config, *, record: bool = False) -> Lowered:
     """Run the passes of a config over a copy of a trace and print the program.
 
@@ -79,16 +92,14 @@ def lower(trace: Trace, config: Config, *, record: bool = False) -> Lowered:
         UnsupportedGraphError: the model cannot be sharded; names node, source line and knob.
     """
     gm = trace.copy_graph()
-    ctx = PassContext(
-        config,
-        trace.seeds,
-        position_inputs=frozenset(entry.name for entry in trace.inputs if is_positions(entry)),
-        user_inputs=frozenset(entry.name for entry in trace.inputs if entry.kind == "user"),
-    )
+    ctx = make_context(trace, config)
     stages = [_stage("trace", gm, 0, 0.0, 0.0, record)]
-    for step in passes_for(config):
+    for number, step in enumerate(passes_for(config), 1):
+        _publish(f"pcp.{number:02}.{step.name}.before", gm, ctx)
         gm, stage = run_pass(step, gm, ctx, record=record)
+        _publish(f"pcp.{number:02}.{step.name}.after", gm, ctx)
         stages.append(stage)
+    _log_summary(config, stages)
     gm.recompile()
     program = build_program(
         gm, dict(trace.seeds), pcp_size=config.parallel.pcp_size, title=f"prefill, P = {config.parallel.pcp_size}"
@@ -109,8 +120,23 @@ def run_pass(step: Pass, gm: fx.GraphModule, ctx: PassContext, *, record: bool =
         raise InvariantError(f"{step.name} changed the inputs of the graph")
     checked = time.perf_counter()
     stage = _stage(step.name, gm, num_rewrites, 1e3 * (ended - started), 1e3 * (checked - ended), record)
-    log.debug("%s: %d rewrites, %d nodes, %.1f ms", stage.name, num_rewrites, stage.num_nodes, stage.pass_ms)
+    message = "%s: %d rewrites, %d nodes, %.1f ms, checks %.1f ms"
+    logger = logging.getLogger(type(step).__module__)  # below pcp_compiler.passes, which TORCH_LOGS can name
+    logger.debug(message, stage.name, num_rewrites, stage.num_nodes, stage.pass_ms, stage.check_ms)
     return gm, stage
+
+
+def _publish(name: str, gm: fx.GraphModule, ctx: PassContext) -> None:
+    """Add a graph to what TORCH_TRACE collects."""
+    if torch_private.is_structured_trace_on():
+        torch_private.add_trace_artifact(name, format_graph(gm, ctx.seeds))
+
+
+def _log_summary(config: Config, stages: Sequence[Stage]) -> None:
+    """Log what every pass did, in one message of the logger `pcp_compiler.pipeline`."""
+    if log.isEnabledFor(logging.DEBUG):
+        lines = [f"{s.name}: {s.num_rewrites} rewrites, {s.num_nodes} nodes, {s.pass_ms:.1f} ms" for s in stages]
+        log.debug("passes for pcp_size %d:\n  %s", config.parallel.pcp_size, "\n  ".join(lines))
 
 
 def _stage(name: str, gm: fx.GraphModule, rewrites: int, pass_ms: float, check_ms: float, record: bool) -> Stage:

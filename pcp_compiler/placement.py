@@ -215,6 +215,7 @@ def _overloads(*names: str) -> Iterable[object]:
             yield op
 
 
+@_rule(*_overloads("copy"))
 def pointwise(call: Call) -> Verdict | None:
     """Each output element needs the broadcast-aligned element of every input."""
     ndim = len(call.shape)
@@ -240,7 +241,6 @@ def _aligned_input(out: Rows, shape: Sequence[int], ndim: int) -> Rows | None:
 
 @_first_rule(*_overloads(
     "_to_copy", "clone", "detach", "alias", "lift_fresh_copy", "zeros_like", "ones_like", "full_like", "empty_like",
-    "rand_like", "bernoulli.p", "contiguous",
 ), torch.ops.prims.convert_element_type.default)  # fmt: skip
 def same_shape(call: Call, node: fx.Node, rows: Rows) -> Verdict | None:
     """One input, a result of the same shape."""
@@ -358,6 +358,25 @@ def cat(call: Call) -> Verdict | None:
 def _is_nothing(shape: tuple[int, ...], dim: int, rows: Rows) -> bool:
     """Return whether a part of a cat adds nothing to any number of rows."""
     return shape == (0,) or (dim == rows.dim and shape[dim] == 0)
+
+
+@_rule(*_overloads("slice_scatter", "select_scatter"))
+def write_piece(call: Call) -> Verdict | None:
+    """As pointwise along another dim; a piece of the rows cannot be written by a rank that may not have them."""
+    whole, piece = call.tensor(0), call.tensor(1)
+    dim = call.dim(2, "dim", len(call.sizes(whole)), default=0)
+    is_select = call.node.target is aten.select_scatter.default
+    rows, piece_rows = call.rows(whole), call.rows(piece)
+    if piece_rows is not None and is_select and piece_rows.dim >= dim:
+        piece_rows = Rows(piece_rows.dim + 1, piece_rows.outer, piece_rows.inner)
+    if rows not in (None, piece_rows) and piece_rows is not None:
+        return None
+    rows = rows or piece_rows
+    if rows is None:
+        return Whole(None)
+    if rows.dim == dim:
+        return Whole(None, "writes into some of the tokens")
+    return Local(rows, (rows, Rows(rows.dim - (is_select and rows.dim > dim), rows.outer, rows.inner)))
 
 
 @_rule(*_overloads("stack"))
@@ -609,6 +628,17 @@ def attention(call: Call) -> Verdict | None:
     if rows != Rows(1) or any(call.rows(call.tensor(i)) not in (Rows(1), None) for i in (1, 2)):
         return None
     return Local(rows, (rows,) + (None,) * (len(call.tensors) - 1))
+
+
+@_rule(ops.EXPERTS)
+def experts(call: Call) -> Verdict | None:
+    """Rows stay, with the number of their expert; the weights are complete."""
+    rows = call.rows(call.tensor(0)) or call.rows(call.tensor(1))
+    if rows is None or rows.dim != 0 or any(call.rows(node) not in (rows, None) for node in call.tensors[:2]):
+        return None
+    if any(call.rows(node) is not None for node in call.tensors[2:]):
+        return None
+    return Local(rows, (rows, rows) + (None,) * (len(call.tensors) - 2))
 
 
 def _any_rows(call: Call) -> bool:

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.profiler import record_function
 
-from pcp_compiler import ops
+from pcp_compiler import ops, torch_private
 from pcp_compiler.codegen.python_source import print_program
 from pcp_compiler.plan.partition import partition_batch
-from pcp_compiler.ranks import ProgramFunction, index_tensors, run_lockstep
+from pcp_compiler.ranks import Program, ProgramFunction, index_tensors, run_lockstep
 
 InputSpec = tuple[str, torch.dtype | None, Sequence[int | str], str | None, int | None]
 
@@ -29,10 +30,26 @@ class RankProgram:
     """Position among the inputs and role of every index tensor."""
     schedule: tuple[tuple[str, str], ...]
     """Node name and op of every collective, in the order every rank runs them."""
+    phase: str = "prefill"
 
     def start(self, inputs: Sequence[object], index: dict[str, Tensor]) -> Any:
         """Return the generator of one rank: the caller's inputs, then the rank's index tensors."""
-        return self.function(*inputs, *(index[role] for _, role in self.index_roles))
+        program = self.function(*inputs, *(index[role] for _, role in self.index_roles))
+        return _in_profiler_ranges(program, self.phase) if torch_private.profiler_is_active() else program
+
+
+def _in_profiler_ranges(program: Program, phase: str) -> Program:
+    """Run a program with a profiler range, `pcp.prefill.03`, around each stretch between collectives."""
+    answer: Any = None
+    number = 0
+    while True:
+        with record_function(f"pcp.{phase}.{number:02}"):
+            try:
+                request = program.send(answer)
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+        answer = yield request
+        number += 1
 
 
 def build_program(gm: fx.GraphModule, seeds: dict[str, int], *, pcp_size: int, title: str) -> RankProgram:

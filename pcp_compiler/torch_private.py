@@ -1,4 +1,6 @@
-"""Everything that touches private names of torch; one small function each, tested in tests/backend/test_torch_private.py.
+"""Everything that touches private names of torch; one small function each.
+
+Each is tested in tests/backend/test_torch_private.py.
 
 The names exist in torch 2.11 to 2.14. Keep all private access here, so that a new torch release means one file.
 """
@@ -11,12 +13,14 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 import sympy
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -100,6 +104,28 @@ def runs_untraced_under(backend_name: str) -> bool:
     return False
 
 
+def default_store() -> dist.Store:
+    """Return the store through which the processes of torch.distributed met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def new_backend(library: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
+    """Return connections of our own, unknown to torch.distributed's registry, so that they can be made again.
+
+    `new_group` cannot: it names a group by its ranks and finds the old one's keys in the store.
+    """
+    if library != "nccl":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def all_gather(backend: dist.Backend, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
+    """Start to lay the [n] elements that each rank sends in rank order into [P * n]."""
+    return backend._allgather_base(received, sent)
+
+
 def is_last_recompile() -> bool:
     """Return whether this compile would fill Dynamo's cache, after which the original model would run."""
     codes = torch._guards.TracingContext.get_traced_code()
@@ -154,6 +180,34 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.mark_dynamic(tensor, dim)
 
 
+def is_grouped_mm(function: object) -> bool:
+    """Return whether a function is what torch.nn.functional.grouped_mm calls, the first that a function mode sees."""
+    return function is torch._grouped_mm
+
+
+def profiler_is_active() -> bool:
+    """Return whether a torch profiler records now."""
+    return bool(torch.autograd._profiler_enabled())
+
+
+def is_structured_trace_on() -> bool:
+    """Return whether TORCH_TRACE collects artifacts; False on a torch that keeps this elsewhere."""
+    try:
+        return bool(torch._logging._internal.trace_log.handlers)
+    except AttributeError:
+        return False
+
+
+def add_trace_artifact(name: str, text: str) -> None:
+    """Add a text to the log that TORCH_TRACE collects and tlparse shows."""
+    torch._logging.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: text,
+        expect_trace_id=False,  # programs of `inspect` belong to no compile of Dynamo's
+    )
+
+
 def fake_mode_with_symbols() -> FakeTensorMode:
     """Return a fake mode of our own for make_fx: sizes marked dynamic become symbols, 0 and 1 included."""
     env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
@@ -186,6 +240,11 @@ def new_row_symbol(mode: FakeTensorMode | None) -> tuple[FakeTensorMode, torch.S
 def is_at_most_one(size: int | torch.SymInt) -> bool:
     """Return whether a size is known to be 0 or 1."""
     return bool(torch.fx.experimental.symbolic_shapes.statically_known_true(size <= 1))
+
+
+def is_number(size: int | torch.SymInt) -> bool:
+    """Return whether a size has become a number: it never was a symbol, or tracing fixed it."""
+    return isinstance(size, int) or size.node.maybe_as_int() is not None
 
 
 def is_surely_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:

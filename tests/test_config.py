@@ -27,20 +27,31 @@ from pcp_compiler.config import (
 )
 from pcp_compiler.errors import ConfigError
 
-PARALLEL_KEYS = "pcp_size, ranks, min_tokens_to_shard, on_token_mixing"
+PARALLEL_KEYS = "pcp_size, ranks, min_tokens_to_shard, on_token_mixing, timeout_s"
 ALLOWED_KEYS = (
     "parallel.pcp_size, parallel.ranks, parallel.min_tokens_to_shard, parallel.on_token_mixing, "
-    "dump.dir, dump.level, tokens.<argument>, role, config"
+    "parallel.timeout_s.start, parallel.timeout_s.step, check.mode, check.rtol, check.atol, check.rows, dump.dir, dump.level, tokens.<argument>, role, "
+    "config"
 )
 SIZE = "integer >= 1"
+RANKS = "auto, virtual, distributed"
+SECONDS = "seconds > 0"
 MIN_TOKENS = "integer >= 0, or None for 2 * pcp_size"
 FOLDER = "folder path (non-empty string), or None for off"
+TOLERANCE = "number >= 0, or None by dtype"
 DIM = "integer (token dim, may be negative)"
 DIMS = "mapping of argument name (non-empty string) to token dim (integer, may be negative)"
 
 FULL: dict[str, Any] = {
-    "parallel": {"pcp_size": 4, "ranks": "virtual", "min_tokens_to_shard": 0, "on_token_mixing": "gather"},
+    "parallel": {
+        "pcp_size": 4,
+        "ranks": "virtual",
+        "min_tokens_to_shard": 0,
+        "on_token_mixing": "gather",
+        "timeout_s": {"start": 30.0, "step": 5.5},
+    },
     "tokens": {"input_ids": -1, "x": 0},
+    "check": {"mode": "inputs", "rtol": 0.5, "atol": 0.0, "rows": True},
     "dump": {"dir": "out", "level": "final"},
     "role": "target",
 }
@@ -96,15 +107,24 @@ def test_a_ready_config_is_returned_as_it_is() -> None:
         ("parallel.pcp_size", None, "None (NoneType)", SIZE),
         ("parallel.pcp_size", [4], "[4] (list)", SIZE),
         ("parallel.pcp_size", {"a": 1}, "{'a': 1} (dict)", SIZE),
-        ("parallel.ranks", "gloo", '"gloo" (str)', "auto, virtual"),
-        ("parallel.ranks", None, "None (NoneType)", "auto, virtual"),
-        ("parallel.ranks", ["auto"], "['auto'] (list)", "auto, virtual"),
+        ("parallel.ranks", "gloo", '"gloo" (str)', RANKS),
+        ("parallel.ranks", None, "None (NoneType)", RANKS),
+        ("parallel.ranks", ["auto"], "['auto'] (list)", RANKS),
+        ("parallel.timeout_s.step", 0, "0 (int)", SECONDS),
+        ("parallel.timeout_s.step", True, "True (bool)", SECONDS),
+        ("parallel.timeout_s.start", "60", '"60" (str)', SECONDS),
+        ("parallel.timeout_s.start", float("inf"), "inf (float)", SECONDS),
         ("parallel.min_tokens_to_shard", -1, "-1 (int)", MIN_TOKENS),
         ("parallel.min_tokens_to_shard", False, "False (bool)", MIN_TOKENS),
         ("parallel.min_tokens_to_shard", 8.0, "8.0 (float)", MIN_TOKENS),
         ("parallel.min_tokens_to_shard", "auto", '"auto" (str)', MIN_TOKENS),
         ("parallel.on_token_mixing", True, "True (bool)", "refuse, gather"),
         ("parallel.on_token_mixing", "Gather", '"Gather" (str)', "refuse, gather"),
+        ("check.mode", "input", '"input" (str)', "none, inputs, shadow"),
+        ("check.rtol", -1, "-1 (int)", TOLERANCE),
+        ("check.rtol", True, "True (bool)", TOLERANCE),
+        ("check.atol", float("nan"), "nan (float)", TOLERANCE),
+        ("check.rows", 1, "1 (int)", "True, False"),
         ("dump.dir", "", '"" (str)', FOLDER),
         ("dump.dir", 3, "3 (int)", FOLDER),
         ("dump.level", "all", '"all" (str)', "passes, final"),
@@ -129,6 +149,8 @@ def test_a_value_of_the_wrong_type_or_range_is_refused(key: str, value: Any, sho
     [
         ("parallel", 4, "4 (int)", f"mapping with the keys {PARALLEL_KEYS}"),
         ("parallel", None, "None (NoneType)", f"mapping with the keys {PARALLEL_KEYS}"),
+        ("parallel.timeout_s", 60, "60 (int)", "mapping with the keys start, step"),
+        ("check", "inputs", '"inputs" (str)', "mapping with the keys mode, rtol, atol, rows"),
         ("dump", "out", '"out" (str)', "mapping with the keys dir, level"),
         ("tokens", ["x"], "['x'] (list)", DIMS),
         ("tokens", None, "None (NoneType)", DIMS),
@@ -148,9 +170,7 @@ def test_a_key_that_is_not_a_string_is_refused(options: Any, where: str) -> None
     assert refusal(options) == f"{where}: got the key 1 (int); allowed: keys are strings"
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "allowed"), [("parallel.ranks", "distributed", "auto, virtual"), ("role", "draft", "target")]
-)
+@pytest.mark.parametrize(("key", "value", "allowed"), [("role", "draft", "target")])
 def test_a_planned_value_is_refused_as_planned(key: str, value: str, allowed: str) -> None:
     expected = f'{key}: got "{value}" (str), which is planned and does not work yet; allowed: {allowed}'
     assert refusal({key: value}) == expected
@@ -162,7 +182,7 @@ def test_all_faults_of_one_source_come_in_one_error() -> None:
         "parallel.shard_decode is planned and does not work yet; remove it",
         f"zzz is not a config key; allowed: {ALLOWED_KEYS}",
         'parallel.pcp_size: got "4" (str); allowed: integer >= 1',
-        'parallel.ranks: got "x" (str); allowed: auto, virtual',
+        'parallel.ranks: got "x" (str); allowed: auto, virtual, distributed',
         "dump.level: got 1 (int); allowed: passes, final",
     ]
 
@@ -195,7 +215,7 @@ def test_a_planned_key_is_refused_by_name_whatever_its_value(key: str) -> None:
             assert refusal(options) == f"{key} is planned and does not work yet; remove it"
 
 
-@pytest.mark.parametrize("group", ["attention", "draft", "capture", "limits", "check"])
+@pytest.mark.parametrize("group", ["attention", "draft", "capture", "limits"])
 def test_a_planned_group_is_refused_by_name(group: str) -> None:
     values: list[Any] = [None, {}, "auto"]
     for value in values:
@@ -204,6 +224,8 @@ def test_a_planned_group_is_refused_by_name(group: str) -> None:
 
 def test_every_key_of_the_public_contract_either_works_or_is_planned() -> None:
     working = {"parallel.pcp_size", "parallel.ranks", "parallel.min_tokens_to_shard", "parallel.on_token_mixing"}
+    working |= {"parallel.timeout_s.start", "parallel.timeout_s.step"}
+    working |= {"check.mode", "check.rtol", "check.atol", "check.rows"}
     working |= {"dump.dir", "dump.level", "tokens", "role"}
     assert not working & set(PLANNED_KEYS)
     assert len(set(PLANNED_KEYS)) == len(PLANNED_KEYS)
@@ -248,6 +270,21 @@ def test_a_nearest_key_that_is_planned_says_so(key: str, nearest: str) -> None:
 def test_an_unknown_key_that_is_like_no_other_gets_no_guess(key: str) -> None:
     message = refusal({key: 1})
     assert message == f"{key} is not a config key; allowed: {ALLOWED_KEYS}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"parallel.timeout_s.step": 5, "parallel.pcp_size": 2},
+        {"parallel": {"pcp_size": 2, "timeout_s.step": 5}},
+        {"parallel": {"pcp_size": 2, "timeout_s": {"step": 5}}},
+        {"parallel": {"pcp_size": 2}, "parallel.timeout_s": {"step": 5}},
+    ],
+)
+def test_a_group_inside_a_group_takes_nested_and_dotted_keys(options: dict[str, Any]) -> None:
+    timeouts = load_config(options).parallel.timeout_s
+    assert (timeouts.start, timeouts.step) == (600, 5)
+    assert load_config(options).parallel.pcp_size == 2
 
 
 def test_an_unknown_group_is_one_fault() -> None:
@@ -446,7 +483,7 @@ def test_a_fault_of_the_file_is_not_hidden_by_an_inline_value(tmp_path: Path) ->
     assert message.splitlines() == [
         f"{path}: draft.method is planned and does not work yet; remove it",
         'parallel.pcp_size: got "2" (str); allowed: integer >= 1',
-        "parallel.ranks: got 1 (int); allowed: auto, virtual",
+        "parallel.ranks: got 1 (int); allowed: auto, virtual, distributed",
     ]
 
 
@@ -565,17 +602,18 @@ def test_a_folder_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, {"ranks": "virtual", "pcp_size": 1, "min_tokens_to_shard": 2}),
-        ({"parallel.pcp_size": 4}, {"ranks": "virtual", "pcp_size": 4, "min_tokens_to_shard": 8}),
-        ({"parallel.min_tokens_to_shard": 0}, {"ranks": "virtual", "pcp_size": 1, "min_tokens_to_shard": 0}),
+        ({}, {"ranks": "auto", "pcp_size": 1, "min_tokens_to_shard": 2}),
+        ({"parallel.pcp_size": 4}, {"ranks": "auto", "pcp_size": 4, "min_tokens_to_shard": 8}),
+        ({"parallel.min_tokens_to_shard": 0}, {"ranks": "auto", "pcp_size": 1, "min_tokens_to_shard": 0}),
     ],
 )
 def test_the_resolved_config_has_every_choice_decided(options: dict[str, Any], expected: dict[str, Any]) -> None:
     config = load_config({**options, "tokens.x": 1})
     resolved = config.resolved()
     assert resolved == {
-        "parallel": {**expected, "on_token_mixing": "refuse"},
+        "parallel": {**expected, "on_token_mixing": "refuse", "timeout_s": {"start": 600.0, "step": 60.0}},
         "tokens": {"x": 1},
+        "check": {"mode": "none", "rtol": None, "atol": None, "rows": False},
         "dump": {"dir": None, "level": "passes"},
         "role": "target",
     }
@@ -604,6 +642,11 @@ def test_equal_values_are_equal_and_hash_equal_whatever_their_notes_and_order() 
     [
         {"parallel.pcp_size": 5},
         {"parallel.min_tokens_to_shard": 1},
+        {"parallel.timeout_s.step": 6},
+        {"check.mode": "none"},
+        {"check.rtol": 0.25},
+        {"check.atol": None},
+        {"check.rows": False},
         {"parallel.on_token_mixing": "refuse"},
         {"tokens.x": 1},
         {"tokens.z": 0},
@@ -619,7 +662,7 @@ def test_another_value_gives_another_config_and_key(change: dict[str, Any], tmp_
 
 
 def test_a_decided_default_shares_the_key_of_its_explicit_value() -> None:
-    explicit = {"parallel.min_tokens_to_shard": 2, "parallel.ranks": "virtual"}
+    explicit = {"parallel.min_tokens_to_shard": 2, "parallel.timeout_s.step": 60}
     assert load_config(explicit).key() == Config().key()
 
 

@@ -128,11 +128,12 @@ def _combine(requests: list[Collective], log: list[ExecutedCollective]) -> Tenso
 
 
 def index_tensors(partition: Partition, rank: int, device: torch.device) -> dict[str, Tensor]:
-    """Return the index inputs of one rank's program: local_rows [W], restore [T], rank []; int64."""
+    """Return the index inputs of one rank's program: local_rows [W], restore [T], rank [], num_rows []; int64."""
     return {
         "local_rows": torch.from_numpy(partition.local_rows(rank)).to(device),
         "restore": torch.from_numpy(partition.restore).to(device),
         "rank": torch.tensor(rank, device=device),
+        "num_rows": torch.tensor(partition.per_rank[rank], device=device),
     }
 
 

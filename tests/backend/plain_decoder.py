@@ -1,4 +1,4 @@
-"""A decoder in plain PyTorch, of no library: the oracle of the tests runs it in float64, un-compiled, in one process."""
+"""A decoder in plain PyTorch, of no library: the oracle of the tests runs it uncompiled, in float64, on one rank."""
 
 from __future__ import annotations
 
@@ -122,5 +122,3 @@ def make_decoder(config: DecoderConfig | None = None, *, seed: int = 0, dtype: t
     """Return a decoder with random weights, ready for inference."""
     torch.manual_seed(seed)
     return Decoder(config or DecoderConfig()).to(dtype).eval().requires_grad_(False)
-
-

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,13 @@ import torch
 import pcp_compiler
 from pcp_compiler import dump
 from pcp_compiler.config import load_config
-from pcp_compiler.pipeline import lower
+from pcp_compiler.pipeline import CANONICAL_PASSES, SHARDING_PASSES, lower
 from pcp_compiler.trace import trace_module
-from tests.backend.plain_decoder import DecoderConfig, Decoder, make_decoder
-from tests.backend.support import make_ids, options, torch_compile
+from tests.backend.support import TokenModel, causal_attention, make_ids, make_tiny, options, torch_compile
 
 ROOT = Path(pcp_compiler.__file__).parents[1]
-PASSES = [
-    "trace", "explicit_shapes", "canonicalize_attention", "infer_placements", "shard_tokens", "gather_kv",
-    "restore_rows",
-]  # fmt: skip
-
-
-def small_decoder() -> Decoder:
-    return make_decoder(DecoderConfig(num_layers=1))
+PASSES = ["trace", *(step.name for step in CANONICAL_PASSES + SHARDING_PASSES)]
+SHARDED = f"{PASSES.index('shard_tokens'):02}_shard_tokens.txt"
 
 
 def with_dump(folder: Path, pcp_size: int = 2, **more: Any) -> dict[str, Any]:
@@ -43,12 +37,12 @@ def files_of(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Return the dump of a small decoder on two ranks, written by torch.compile."""
-    path = tmp_path / "deep" / "dump"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the dump of a tiny model on two ranks, written by torch.compile."""
+    path = tmp_path_factory.mktemp("dumps") / "deep" / "dump"
     with torch.no_grad():
-        torch_compile(small_decoder(), options=with_dump(path))(make_ids(9))
+        torch_compile(make_tiny(), options=with_dump(path))(make_ids(9))
     return path
 
 
@@ -73,7 +67,7 @@ def test_every_rank_has_a_folder_with_all_files(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["rank_0", "rank_1"]
     files = files_of(folder / "rank_0")
     assert files == files_of(folder / "rank_1")
-    assert {"index.md", "final.py", "decisions.json", "config.yaml", "00_trace.txt", "04_shard_tokens.txt"} <= set(files)
+    assert {"index.md", "final.py", "decisions.json", "config.yaml", "00_trace.txt", SHARDED} <= set(files)
     assert all(files.values())
 
 
@@ -82,7 +76,7 @@ def test_numbered_stages_are_those_that_changed_the_graph_and_their_diffs_apply(
     stages = sorted(name for name in files if name.endswith(".txt"))
     assert [PASSES[int(name[:2])] for name in stages] == [name[3:-4] for name in stages]
     assert {name[:-5] for name in files if name.endswith(".diff")} == {name[:-4] for name in stages[1:]}
-    for before, after in zip(stages, stages[1:], strict=False):
+    for before, after in pairwise(stages):
         assert files[before] != files[after]
         assert apply_diff(files[before], files[after[:-4] + ".diff"]) == files[after]
     assert "pcp." not in files["00_trace.txt"].replace("pcp.attention", "")
@@ -109,8 +103,6 @@ def test_the_decisions_name_token_inputs_and_collectives(folder: Path) -> None:
 
 
 def test_the_decisions_hold_what_was_gathered_and_proven(tmp_path: Path) -> None:
-    from tests.backend.support import TokenModel
-
     config = {**options(2, on_token_mixing="gather"), "dump": {"dir": str(tmp_path)}}
     pcp_compiler.inspect(TokenModel(lambda x: x.cumsum(1)), (make_ids(9),), config)
     decisions = json.loads((tmp_path / "rank_0" / "decisions.json").read_text())
@@ -134,15 +126,15 @@ def test_the_program_runs_in_a_fresh_process_and_prints_its_rows(folder: Path, n
     tokens, first, second, width = map(int, rows.groups())
     assert tokens == (num_tokens or 64) == first + second
     assert max(first, second) <= width < tokens
-    assert f"result 0: torch.float64 (1, {tokens}, 61)" in done.stdout
+    assert f"result 0: torch.float64 (1, {tokens}, 16)" in done.stdout
     assert "2 collectives: gather_start" in done.stdout
 
 
 def test_the_printed_program_is_the_one_that_runs(tmp_path: Path) -> None:
-    model, ids = small_decoder(), make_ids(9)
+    model, ids = make_tiny(), make_ids(9)
     compilation = pcp_compiler.inspect(model, (ids,), with_dump(tmp_path))
     assert (tmp_path / "rank_0" / "final.py").read_text() == compilation.programs["prefill", 0].source
-    assert f"{make_decoder.__code__.co_filename}:" in compilation.programs["prefill", 0].source
+    assert f"{causal_attention.__code__.co_filename}:" in compilation.programs["prefill", 0].source
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -151,7 +143,7 @@ def test_the_printed_program_is_the_one_that_runs(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_two_compilations_of_one_run_do_not_overwrite_each_other(tmp_path: Path) -> None:
-    compiled = torch_compile(small_decoder(), options=with_dump(tmp_path))
+    compiled = torch_compile(make_tiny(), options=with_dump(tmp_path))
     compiled(make_ids(9))
     compiled(make_ids(1))
     assert len(pcp_compiler.compilations(compiled)) == 2
@@ -161,16 +153,16 @@ def test_two_compilations_of_one_run_do_not_overwrite_each_other(tmp_path: Path)
 
 
 def test_a_later_dump_leaves_no_stage_of_an_earlier_one(tmp_path: Path) -> None:
-    model = small_decoder()
+    model = make_tiny()
     pcp_compiler.inspect(model, (make_ids(9),), with_dump(tmp_path))
-    assert (tmp_path / "rank_0" / "04_shard_tokens.txt").exists()
+    assert (tmp_path / "rank_0" / SHARDED).exists()
     pcp_compiler.inspect(model, (make_ids(9),), with_dump(tmp_path, level="final"))
     assert sorted(files_of(tmp_path / "rank_0")) == ["config.yaml", "decisions.json", "final.py", "index.md"]
 
 
 def test_threads_that_write_into_one_folder_leave_whole_files(tmp_path: Path) -> None:
     config = load_config(with_dump(tmp_path))
-    trace = trace_module(small_decoder(), (make_ids(9),)).trace
+    trace = trace_module(make_tiny(), (make_ids(9),)).trace
     lowered = lower(trace, config, record=True)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: dump.write(tmp_path, lowered, config, trace), range(8)))
@@ -185,7 +177,7 @@ def test_threads_that_write_into_one_folder_leave_whole_files(tmp_path: Path) ->
 
 
 def check_runs_with_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model, ids = small_decoder(), make_ids(9)
+    model, ids = make_tiny(), make_ids(9)
     with torch.no_grad(), caplog.at_level(logging.WARNING, logger="pcp_compiler"):
         compiled = torch_compile(model, options=with_dump(folder))
         torch.testing.assert_close(compiled(ids), model(ids), rtol=0, atol=1e-12)

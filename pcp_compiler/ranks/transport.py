@@ -1,0 +1,100 @@
+"""Carrying rows between processes: gloo through host memory, NCCL on the device.
+
+Rows travel as integers that hold their bits: any dtype passes, and a sum in which every element has one owner and is
+zero elsewhere is exact, minus zeros and NaNs included.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pcp_compiler import torch_private
+
+CLOSE_S = 1.0
+"""How long a rank waits for broken connections to close; gloo may take until its own time-out, in the background."""
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One collective under way: torch's handle (None: there was nothing to send) and the buffer that receives."""
+
+    work: dist.Work | None
+    received: Tensor
+
+    def is_done(self) -> bool:
+        """Return whether it has ended, well or not."""
+        return self.work is None or bool(self.work.is_completed())
+
+    def finish(self) -> None:
+        """Make the result usable on the current stream; RuntimeError when a connection broke."""
+        if self.work is not None:
+            self.work.wait()
+
+
+class Transport:
+    """Connections between all ranks of a group. A failure uses them up: close them, make new ones."""
+
+    def __init__(self, library: str, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+        """Connect; gloo blocks until every rank does.
+
+        Args:
+            library: gloo or nccl. store: of these connections alone. timeout_s: the library's own time-out.
+        """
+        self.is_asynchronous = library == "nccl"
+        """Whether results are ready on the device's stream and not yet in memory once a transfer has started."""
+        self._size = size
+        self._backend: dist.Backend | None = torch_private.new_backend(
+            library, store, rank, size, timedelta(seconds=timeout_s)
+        )
+
+    def start(self, sent: Tensor, *, is_sum: bool) -> Transfer:
+        """Send this rank's part, of the same shape on every rank: [N, ..] -> [P * N, ..], or [N, ..] if it is a sum."""
+        assert self._backend is not None, "the transport is closed"
+        if not self.is_asynchronous:
+            sent = _on_host(sent)
+        received = sent if is_sum else sent.new_empty(self._size * sent.shape[0], *sent.shape[1:])
+        if sent.numel() == 0:  # gloo refuses to send nothing
+            return Transfer(None, received)
+        if is_sum:
+            return Transfer(self._backend.allreduce([_bits(received)]), received)
+        return Transfer(torch_private.all_gather(self._backend, _bits(received), _bits(sent)), received)
+
+    def close(self, transfers: Iterable[Transfer]) -> None:
+        """Break the connections, so that other ranks' transfers end; `transfers` are those of this rank under way."""
+        dying: list[dist.Backend | dist.Work | None] = [self._backend]
+        self._backend = None
+        for transfer in transfers:
+            dying.append(transfer.work)
+            transfer.work = None
+        thread = threading.Thread(target=_close, args=(dying,), name="pcp_spec close", daemon=True)
+        thread.start()
+        thread.join(CLOSE_S)
+
+
+def _close(dying: list[dist.Backend | dist.Work | None]) -> None:
+    """Abort a backend, then drop it and its works: gloo closes its sockets once nothing refers to it."""
+    for one in dying:
+        if isinstance(one, dist.Backend):
+            one.abort()
+    one = None
+    dying.clear()
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Return all bits of a contiguous tensor as integers: a view [n]."""
+    flat = x.view(-1)
+    return flat.view(torch.int32 if flat.numel() * flat.element_size() % 4 == 0 else torch.uint8)
+
+
+def _on_host(x: Tensor) -> Tensor:
+    """Return the tensor in host memory, pinned when it comes from a device: gloo does not take device memory."""
+    if x.device.type == "cpu":
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
