@@ -10,8 +10,9 @@ import pcp_compiler
 
 pytestmark = pytest.mark.gpu
 VOCAB_SIZE = 97
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4, torch.bfloat16: 6e-2}
-"""Allowed |logit difference|; logits are about 1. Rows run in matrices of another height, so other kernels may run."""
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.bfloat16: 6e-2}
+"""Allowed |logit difference|; logits are about 1. Rows run in matrices of another height, so other kernels may run, and
+transformers computes rotary angles and norms in float32 whatever the model's type."""
 
 
 @pytest.fixture(autouse=True)
