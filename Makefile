@@ -16,7 +16,7 @@ PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.t
 CHECK_VERSION := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format types contracts wheel clean
+.PHONY: help setup demo test matrix lint format types contracts wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -28,6 +28,9 @@ demo: setup  ## shard SmolLM2-135M over 1, 2, 4 and 8 ranks and compare each wit
 
 test: setup  ## run the whole test suite
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+matrix: setup  ## compare all model families with eager and write docs/support_matrix.md
+	$(PY) -m tests.matrix.generate docs/support_matrix.md
 
 # "." and no folder names: ruff skips a linked folder that is named through its link
 lint: setup  ## check style and formatting

@@ -121,9 +121,10 @@ def _prove_any_length(attention: fx.Node, compute: Compute, integers: set[int]) 
     claim = attention.kwargs.get("window")
     if not isinstance(claim, int) or any(abs(number - claim) > 1 for number in long):
         raise refuse(
-            attention, f"its mask is computed with {long[0]}, which may be a window longer than the {LONGEST_PROOF} tokens "
-            "up to which masks are proven", WINDOW_KNOB,
-        )  # fmt: skip
+            attention,
+            f"its mask is computed with {long[0]}, which may be a window, and masks are proven up to {LONGEST_PROOF}",
+            WINDOW_KNOB,
+        )
     found = set()
     for stand_in in STAND_INS:
         replaced = {number: number - claim + stand_in for number in long}

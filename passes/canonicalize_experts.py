@@ -2,13 +2,13 @@
 
 Before:
     %sort : (i64[2*T], i64[2*T]) = aten.sort.default(%expert_ids)
-    %index : f32[2*T, 16] = aten.index.Tensor(%x, [%pairs])                   # pairs: the sorting order // 2
     %cumsum : i32[4] = aten.cumsum.default(%histc, 0, dtype=int32)            # where each expert's rows end
+    %index : f32[2*T, 16] = aten.index.Tensor(%x, [%pairs])                   # pairs: the sorting order // 2
     %grouped_mm : f32[2*T, 8] = pcp.grouped_mm.default(%index, %weight, %cumsum)
     %index_1 : f32[2*T, 8] = aten.index.Tensor(%grouped_mm, [%inverse])
 After:
-    %view : f32[2*T, 16] = aten.view.default(%expand, [%mul, 16])             # each row of x twice
-    %experts : f32[2*T, 8] = pcp.experts.default(%view, %expert_ids, %weight, None)
+    %reshape : f32[2*T, 16] = aten.reshape.default(%expand, [%mul, 16])       # each row of x twice
+    %experts : f32[2*T, 8] = pcp.experts.default(%reshape, %expert_ids, %weight, None)
 
 Why here: before infer_placements, which refuses a sort of tokens. What lies between the sort and its undoing (gates,
     clamps, biases, routing weights) stays; that it treats each row on its own is asked of the placement rules.
@@ -17,8 +17,9 @@ Leaves alone: sorts that no grouped_mm depends on, and experts that `experts_imp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import ClassVar
 
 import torch
@@ -26,7 +27,7 @@ from torch import fx
 
 from pcp_compiler import ops
 from pcp_compiler.errors import InvariantError
-from pcp_compiler.pass_api import Pass, PassContext, PassResult, calls, copy_meta, erase_unused, refuse
+from pcp_compiler.pass_api import Pass, PassContext, PassResult, copy_meta, erase_unused, refuse
 from pcp_compiler.placement import Call, Local, Rows, find_rule, size_numbers, tensor_inputs
 from pcp_compiler.sizes import SizeNodes
 from pcp_compiler.torch_private import size_expression
@@ -69,8 +70,10 @@ class CanonicalizeExperts(Pass):
 
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         regions = _find_regions(gm)
+        nodes = list(gm.graph.nodes)
+        position = {node: index for index, node in enumerate(nodes)}
         for region in regions:
-            _follow(gm, region)
+            _follow(nodes, position, region)
         sizes = SizeNodes(gm.graph) if regions else None
         for region in regions:
             assert sizes is not None
@@ -121,34 +124,44 @@ def _sort_behind(grouped: fx.Node) -> fx.Node | None:
     return sort if ascends else None  # type: ignore[return-value]
 
 
-def _follow(gm: fx.GraphModule, region: _Region) -> None:
+def _follow(nodes: list[fx.Node], position: Mapping[fx.Node, int], region: _Region) -> None:
     """Find where rows enter and leave the sorted order; raise when a row meets another one in between."""
     num_rows = region.expert_ids.meta["val"].shape[0]
-    sizes, rows_number = size_numbers(gm.graph, num_rows)
+    sizes, rows_number = size_numbers(region.sort.graph, num_rows)
     order, in_order = region.results(1), region.results(0)
-    sources = {node: top_k for node in order for node, top_k in _row_sources(node)}
-    inverses = {node for node in gm.graph.nodes if _is_inverse(node, order)}
+    sources = {node: top_k for result in order for node, top_k in _row_sources(result)}
     counts = {node for grouped in region.grouped for node in _counts(grouped)}
-    for node in gm.graph.nodes:
+    inverses: set[fx.Node] = set()
+    todo, seen = [position[user] for user in region.sort.users], set[int]()
+    heapify(todo)
+    while todo:
+        at = heappop(todo)
+        if at in seen:
+            continue
+        seen.add(at)
+        node = nodes[at]
         index = _single_index(node)
-        if index in sources:
-            _check_repeats(node, sources[index], num_rows)
-            region.entries[node] = sources[index]
-            in_order.add(node)
+        if node in order or node in in_order or node in sources or node in counts:
+            pass
+        elif _is_inverse(node, order):
+            inverses.add(node)
         elif index in inverses:
             if node.args[0] not in in_order:
                 raise refuse(node, "rows that were not sorted by expert are put back as if they were", KNOB)
             region.exits.append(node)
-        elif node in region.grouped:
-            if node.args[0] not in in_order:
-                raise refuse(node, "its rows are not sorted by expert", KNOB)
-            in_order.add(node)
-        elif node in counts or node in sources or node in inverses:
             continue
-        elif node is not region.sort and any(source in in_order or source in order for source in node.all_input_nodes):
-            if node.op == "output" or not _keeps_rows_apart(node, in_order, sizes, rows_number):
-                raise refuse(node, "mixes the rows that were sorted by expert", KNOB)
+        elif index in sources:
+            _check_repeats(node, sources[index], num_rows)
+            region.entries[node] = sources[index]
             in_order.add(node)
+        elif (node in region.grouped and node.args[0] in in_order) or _keeps_rows_apart(
+            node, in_order, sizes, rows_number
+        ):
+            in_order.add(node)
+        else:
+            raise refuse(node, "mixes the rows that were sorted by expert", KNOB)
+        for user in node.users:
+            heappush(todo, position[user])
 
 
 def _row_sources(order: fx.Node) -> Iterator[tuple[fx.Node, int]]:
@@ -204,8 +217,8 @@ def _keeps_rows_apart(node: fx.Node, in_order: set[fx.Node], sizes, num_rows: in
     """Return whether a row of the result needs the same row of its inputs only."""
     if node.target in (aten.empty_like.default, aten.sym_size.int):
         return True
-    if all(source not in in_order for source in tensor_inputs(node)):
-        return False  # reads the sorting order itself
+    if node.op == "output" or all(source not in in_order for source in tensor_inputs(node)):
+        return False  # ends in the sorted order, or reads that order itself
     if len(node.all_input_nodes) == 1 and isinstance(node.all_input_nodes[0].meta["val"], (tuple, list)):
         return True  # takes one of several results, all of which are rows
     rule = find_rule(node.target)
@@ -223,9 +236,11 @@ def _rewrite(gm: fx.GraphModule, region: _Region, sizes: SizeNodes) -> None:
         assert isinstance(source, fx.Node)
         entry.replace_all_uses_with(source if top_k == 1 else _repeat(gm, entry, source, top_k, sizes))
     for node in region.grouped:
-        node.args = (node.args[0], region.expert_ids, node.args[1], None)
-        node.kwargs = {}
-        node.target = ops.EXPERTS
+        with gm.graph.inserting_before(node):
+            experts = gm.graph.call_function(ops.EXPERTS, (node.args[0], region.expert_ids, node.args[1], None))
+        experts.meta["val"] = node.meta["val"]
+        copy_meta(node, experts)
+        node.replace_all_uses_with(experts)
     for node in region.exits:
         rows = node.args[0]
         assert isinstance(rows, fx.Node)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -42,7 +42,7 @@ aten = torch.ops.aten
 LOCAL_ROWS, RESTORE, NUM_ROWS = "local_rows", "restore", "num_rows"
 WHOLE_OF, LOCAL_OF = "whole_of", "local_of"
 """Notes on nodes of the sharded graph: the name of the node they stand for; with the rows that they hold of it."""
-FILLS = {
+FILLS: dict[object, int] = {
     aten.new_empty.default: 1,
     aten.new_zeros.default: 1,
     aten.new_ones.default: 1,
@@ -53,6 +53,7 @@ FILLS = {
     aten.full.default: 0,
 }
 """Ops that make a tensor of one value, and which argument is its size."""
+_SIZE_POSITION: Mapping[object, int] = FILLS | dict[object, int](SIZE_ARGUMENT)
 
 
 @dataclass(frozen=True)
@@ -288,7 +289,7 @@ class _Rewriter:
         else:
             args = tuple(form(value) for value in node.args)
             kwargs = {name: form(value) for name, value in node.kwargs.items()}
-        position = SIZE_ARGUMENT.get(node.target, FILLS.get(node.target))  # type: ignore[arg-type]
+        position = _SIZE_POSITION.get(node.target)
         if position is not None and isinstance(verdict.out, Rows):
             sizes = list(args[position])
             sizes[verdict.out.dim] = self._size_nodes.node_for(

@@ -112,8 +112,8 @@ def _example_call(model: nn.Module, example: object) -> tuple[tuple[Any, ...], d
     """Return the arguments of an example call."""
     if not isinstance(example, (Tensor, tuple, list, Mapping)):
         raise ConfigError(
-            f"example_inputs: got {type(example).__name__}; allowed: a tensor, a tuple of arguments, or a dict of keyword "
-            "arguments"
+            f"example_inputs: got {type(example).__name__}; allowed: a tensor, a tuple of arguments, or a dict of "
+            "keyword arguments"
         )
     kwargs = dict(example) if isinstance(example, Mapping) else {}
     args = (example,) if isinstance(example, Tensor) else () if kwargs else tuple(example)

@@ -200,8 +200,8 @@ class CheckConfig(_Section):
     """`shadow`: difference allowed everywhere. None: that of `rtol` at the largest expected value of the result."""
 
     rows: Annotated[bool, Allowed("True, False")] = False
-    """Whether the first sharded call runs each row-local op on some rows alone and compares: finds wrong placement rules.
-    `pcp_compiler.inspect(..., check_rows=True)` does the same with its example inputs."""
+    """Whether the first sharded call runs each row-local op on some rows alone and compares: finds wrong placement
+    rules. `pcp_compiler.inspect(..., check_rows=True)` does the same with its example inputs."""
 
 
 class DumpConfig(_Section):

@@ -154,7 +154,14 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def drop_pads(expert_ids: Tensor, num_rows: Tensor, dim: int, outer: int, inner: int) -> Tensor:
-    """Send padding rows to no expert: dim `dim` has size outer * W * inner, and of the W rows `num_rows` [] are real."""
+    """Send padding rows to no expert.
+
+    Args:
+        expert_ids: integers; dim `dim` has size outer * W * inner, and of the W rows the first `num_rows` [] are real.
+
+    Returns:
+        `expert_ids` with -1 for padding.
+    """
     size = expert_ids.shape[dim]
     width = max(size // (outer * inner), 1)
     row = torch.arange(size, device=expert_ids.device) // inner % width

@@ -23,7 +23,7 @@ from pcp_compiler.passes.infer_placements import InferPlacements
 from pcp_compiler.passes.restore_rows import RestoreRows
 from pcp_compiler.passes.shard_tokens import ShardTokens
 from pcp_compiler.program import RankProgram, build_program
-from pcp_compiler.trace import Trace, copy_graph, is_positions
+from pcp_compiler.trace import Trace, copy_graph, is_positions, paused_gc
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ def make_context(trace: Trace, config: Config) -> PassContext:
     )
 
 
+@paused_gc()
 def lower(trace: Trace, config: Config, *, record: bool = False) -> Lowered:
     """Run the passes of a config over a copy of a trace and print the program.
 

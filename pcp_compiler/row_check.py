@@ -95,8 +95,7 @@ class _RowCheck:
         except (RuntimeError, IndexError, ValueError, TypeError) as fault:
             raise self._not_local(node, f"fails: {fault}") from fault
         expected = self._select(self._unsharded[node.name], local.meta[LOCAL_OF][1])
-        pairs = zip(found, expected, strict=True) if isinstance(expected, tuple) else [(found, expected)]
-        for value, wanted in pairs:
+        for value, wanted in zip(_as_tuple(found), _as_tuple(expected), strict=True):
             assert isinstance(value, Tensor) and isinstance(wanted, Tensor)
             difference = find_difference(value, wanted, None, None)
             if difference is not None:
@@ -136,3 +135,7 @@ class _RowCheck:
         assert isinstance(value, Tensor)
         apart = value.unflatten(layout.dim, (layout.outer, self._num_tokens, layout.inner))
         return apart.index_select(layout.dim + 1, self._rows).flatten(layout.dim, layout.dim + 2)
+
+
+def _as_tuple(value: object) -> tuple[object, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)

@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -187,25 +188,29 @@ def is_grouped_mm(function: object) -> bool:
 
 def profiler_is_active() -> bool:
     """Return whether a torch profiler records now."""
-    return bool(torch.autograd._profiler_enabled())
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
 def is_structured_trace_on() -> bool:
-    """Return whether TORCH_TRACE collects artifacts; False on a torch that keeps this elsewhere."""
-    try:
-        return bool(torch._logging._internal.trace_log.handlers)
-    except AttributeError:
-        return False
+    """Return whether TORCH_TRACE collects artifacts; False on a torch that keeps this elsewhere.
+
+    Until the first artifact of a process torch does not know either, and this is True.
+    """
+    internal = getattr(torch._logging, "_internal", None)
+    return bool(getattr(getattr(internal, "trace_log", None), "handlers", ()))
 
 
 def add_trace_artifact(name: str, text: str) -> None:
-    """Add a text to the log that TORCH_TRACE collects and tlparse shows."""
-    torch._logging.trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": name, "encoding": "string"},
-        payload_fn=lambda: text,
-        expect_trace_id=False,  # programs of `inspect` belong to no compile of Dynamo's
-    )
+    """Add a text to the log that TORCH_TRACE collects and tlparse shows; warn on a torch that takes it no more."""
+    try:
+        torch._logging.trace_structured(  # type: ignore[attr-defined]
+            "artifact",
+            metadata_fn=lambda: {"name": name, "encoding": "string"},
+            payload_fn=lambda: text,
+            expect_trace_id=False,  # programs of `inspect` belong to no compile of Dynamo's
+        )
+    except (AttributeError, TypeError) as fault:
+        warnings.warn(f"TORCH_TRACE: torch {torch.__version__} does not take {name}: {fault}", stacklevel=2)
 
 
 def fake_mode_with_symbols() -> FakeTensorMode:

@@ -334,9 +334,9 @@ def trace_module(
     for name, leaf, dim in zip(names, fake_leaves, dims, strict=True):
         if dim is not None and torch_private.is_number(leaf.shape[dim]):
             raise UnsupportedGraphError(
-                f"input {name}: an op of {type(module).__name__} can only be traced for a fixed number of tokens, here "
-                f"{leaf.shape[dim]} (complex tensors are such a case); compile it with torch.compile(model, "
-                "backend='pcp_spec') without dynamic=True, once for each length"
+                f"input {name}: {type(module).__name__} fixes the number of tokens to {leaf.shape[dim]} while it is traced, "
+                "as len(tensor), int(size) and complex tensors do; use tensor.shape, or compile each length on its own "
+                "with torch.compile(model, backend='pcp_spec', dynamic=False)"
             )
     inputs = tuple(
         [TraceInput(name, source, "weight") for source, name in _weight_names(weights)]
@@ -356,13 +356,16 @@ def trace_module(
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Stop looking for unreachable objects: tracing keeps nearly all it makes, and looking costs a tenth of its time."""
+    """Stop looking for unreachable objects: tracing keeps nearly all it makes, and looking takes a tenth of its time.
+
+    Never switches the collector off for good, also when another thread is in here too.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_enabled:  # never disables: another thread may be in here too
+        if was_enabled:
             gc.enable()
 
 
@@ -371,13 +374,13 @@ def _check_not_assigned(state: Mapping[str, Tensor], given: Mapping[str, Tensor]
     for name, tensor in given.items():
         if state[name] is not tensor:
             raise UnsupportedGraphError(
-                f"{name}: the module assigns a new value to this buffer in forward, which would be lost; {_MUTATION_KNOB}"
+                f"{name}: the module assigns a tensor to this buffer in forward, which would be lost; {_MUTATION_KNOB}"
             )
 
 
 @contextmanager
 def _kept_attributes(module: nn.Module) -> Iterator[None]:
-    """Undo and refuse what a forward assigns to attributes: the model would keep tensors of the trace, not of a call."""
+    """Undo and refuse tensors that a forward assigns to attributes: the model would keep those of the trace."""
     before = {name: (part, dict(vars(part))) for name, part in module.named_modules()}
     yield
     for name, (part, attributes) in before.items():
@@ -385,8 +388,8 @@ def _kept_attributes(module: nn.Module) -> Iterator[None]:
             if isinstance(value, Tensor) and attributes.get(key) is not value:
                 vars(part).update(attributes)
                 raise UnsupportedGraphError(
-                    f"{f'{name}.{key}'.strip('.')}: the module assigns a tensor to this attribute in forward, which would "
-                    f"be lost; {_MUTATION_KNOB}"
+                    f"{f'{name}.{key}'.strip('.')}: the module assigns a tensor to this attribute in forward, which "
+                    f"would be lost; {_MUTATION_KNOB}"
                 )
 
 
@@ -404,22 +407,21 @@ def _without_mutations(gm: fx.GraphModule, inputs: Sequence[Tensor], names: Sequ
     writes = _written_in_place(gm)
     if not writes:
         return gm
-    places = gm.graph.find_nodes(op="placeholder")
     for node in writes:
-        owner = _storage_owner(node)
-        if owner.op != "call_function":
-            raise _refuse_write(names[places.index(owner)] if owner in places else str(owner.target), source_line(node))
+        if _storage_owner(node).op != "call_function":
+            raise _refuse_write(node, names)
     run = torch.func.functionalize(lambda *flat: fx.Interpreter(gm).run(*flat), remove="mutations")
     functional = make_fx(run)(*inputs)
-    places = functional.graph.find_nodes(op="placeholder")
-    for node in _written_in_place(functional):  # the results of writes through an alias that was not seen above
-        owner = _storage_owner(node)
-        raise _refuse_write(names[places.index(owner)] if owner in places else str(owner.target), "no source line known")
+    for node in _written_in_place(functional):  # written through an alias that was not seen above
+        raise _refuse_write(node, names)
     return functional
 
 
-def _refuse_write(name: str, line: str) -> UnsupportedGraphError:
-    return UnsupportedGraphError(f"{name}: the module writes into this tensor in place\n  at {line}\n  {_MUTATION_KNOB}")
+def _refuse_write(node: fx.Node, names: Sequence[str]) -> UnsupportedGraphError:
+    owner, places = _storage_owner(node), node.graph.find_nodes(op="placeholder")
+    name = names[places.index(owner)] if owner in places else owner.target
+    at = source_line(node)
+    return UnsupportedGraphError(f"{name}: the module writes into this tensor in place\n  at {at}\n  {_MUTATION_KNOB}")
 
 
 def _written_in_place(gm: fx.GraphModule) -> list[fx.Node]:

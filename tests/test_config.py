@@ -30,8 +30,8 @@ from pcp_compiler.errors import ConfigError
 PARALLEL_KEYS = "pcp_size, ranks, min_tokens_to_shard, on_token_mixing, timeout_s"
 ALLOWED_KEYS = (
     "parallel.pcp_size, parallel.ranks, parallel.min_tokens_to_shard, parallel.on_token_mixing, "
-    "parallel.timeout_s.start, parallel.timeout_s.step, check.mode, check.rtol, check.atol, check.rows, dump.dir, dump.level, tokens.<argument>, role, "
-    "config"
+    "parallel.timeout_s.start, parallel.timeout_s.step, check.mode, check.rtol, check.atol, check.rows, dump.dir, "
+    "dump.level, tokens.<argument>, role, config"
 )
 SIZE = "integer >= 1"
 RANKS = "auto, virtual, distributed"

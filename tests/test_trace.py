@@ -13,18 +13,24 @@ from torch import Tensor, nn
 from pcp_compiler.errors import UnsupportedGraphError
 from pcp_compiler.trace import paused_gc, source_line, trace_module
 
+Lines = Callable[..., Tensor]
+"""model, ids [B, T], embedded ids [B, T, 8] -> [B, T, 8]."""
+
 
 class Writer(nn.Module):
     """An embedding, some lines that write in place, a linear layer."""
 
-    def __init__(self, lines: Callable[[Writer, Tensor, Tensor], Tensor]) -> None:
+    count: Tensor
+    plain: Tensor
+
+    def __init__(self, lines: Lines) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(11, 8)
         self.linear = nn.Linear(8, 8)
         self.register_buffer("count", torch.zeros(8))
         self.plain = torch.ones(8)
-        self.lines = lines
+        self.lines: Lines = lines
         self.eval().requires_grad_(False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -56,7 +62,7 @@ def write_out(_model: Writer, _ids: Tensor, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("lines", [add_in_place, write_views, put_by_index, write_out])
-def test_writes_to_intermediate_values_are_traced_without_mutation(lines: Callable[..., Tensor]) -> None:
+def test_writes_to_intermediate_values_are_traced_without_mutation(lines: Lines) -> None:
     model = Writer(lines)
     traced = trace_module(model, (torch.tensor([[1, 2, 3]]),))
     calls = [node for node in traced.trace.graph_module.graph.nodes if node.op == "call_function"]
@@ -109,7 +115,7 @@ def write_constant(model: Writer, _ids: Tensor, x: Tensor) -> Tensor:
     ],
 )
 def test_a_write_to_an_input_a_weight_or_a_constant_is_refused_with_its_line(
-    lines: Callable[..., Tensor], name: str, code: str
+    lines: Lines, name: str, code: str
 ) -> None:
     with pytest.raises(UnsupportedGraphError) as caught:
         trace_module(Writer(lines), (torch.tensor([[1, 2, 3]]),))
@@ -130,7 +136,7 @@ def assign_attribute(model: Writer, _ids: Tensor, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("lines", "name"), [(assign_buffer, "count"), (assign_attribute, "plain")])
-def test_an_assigned_tensor_is_refused_and_the_model_stays_as_it_was(lines: Callable[..., Tensor], name: str) -> None:
+def test_an_assigned_tensor_is_refused_and_the_model_stays_as_it_was(lines: Lines, name: str) -> None:
     model = Writer(lines)
     before = getattr(model, name)
     with pytest.raises(UnsupportedGraphError, match=f"^{name}: the module assigns .* in forward, which would be lost"):

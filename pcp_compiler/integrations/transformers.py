@@ -85,15 +85,14 @@ def attention_mask(
     )  # fmt: skip
 
 
-def experts_forward(
-    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:  # fmt: skip
+def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """transformers' experts interface: a token's rows stay where they are, nothing is sorted by expert.
 
     What the module does between its two matrices (gate, clamps, norm) is traced as it is.
 
     Args:
-        hidden_states: [T, H]. top_k_index, top_k_weights: [T, k].
+        module: what transformers' `use_experts_implementation` made. hidden_states: [T, H].
+        top_k_index, top_k_weights: [T, k].
     Returns:
         [T, H].
     Raises:
@@ -109,11 +108,11 @@ def experts_forward(
     out = _expert_linear(module, "down_proj", out, expert_ids)
     if module.has_post_expert_norm:
         out = module.post_expert_norm(out)
-    weighted = out * top_k_weights.reshape(-1, 1)
+    weighted: Tensor = out * top_k_weights.reshape(-1, 1)
     return weighted.view(num_tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
 
 
-def _expert_linear(module: nn.Module, name: str, x: Tensor, expert_ids: Tensor) -> Tensor:
+def _expert_linear(module: Any, name: str, x: Tensor, expert_ids: Tensor) -> Tensor:
     """Apply one stacked linear of an experts module: x [S, I], expert_ids [S] -> [S, O]."""
     weight = getattr(module, name)
     bias = getattr(module, f"{name}_bias") if module.has_bias else None

@@ -98,7 +98,7 @@ class ControlPlane:
         self._num_beats = 0
         self._peers = {other: Peer() for other in range(len(names)) if other != rank}
         self._own_keys: list[tuple[int, str]] = []
-        self._stop = threading.Event()
+        self._stop, self._hurry = threading.Event(), threading.Event()
         self._publish_beat()
         threading.Thread(target=self._beat_until_stopped, name="pcp_spec heartbeat", daemon=True).start()
         atexit.register(self.leave)
@@ -106,8 +106,10 @@ class ControlPlane:
     # --- own state ---------------------------------------------------------------------------------------------------
 
     def set_state(self, call: int, step: int, activity: str) -> None:
-        """Say what this rank does from now on; the others learn it with the next beat."""
+        """Say what this rank does from now on; the others learn it with the next beat, at once outside collectives."""
         self._state = (call, step, activity)
+        if step == 0:
+            self._hurry.set()
 
     def leave(self) -> None:
         """Say that this process ends, and stop beating."""
@@ -117,7 +119,9 @@ class ControlPlane:
             self._publish_beat()
 
     def _beat_until_stopped(self) -> None:
-        while not self._stop.wait(BEAT_S):
+        while not self._stop.is_set():
+            self._hurry.wait(BEAT_S)
+            self._hurry.clear()
             if not dist.is_initialized() or not self._publish_beat():
                 return  # the caller has taken the process group down, and the store with it
 

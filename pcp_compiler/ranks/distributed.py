@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 BEFORE_COLLECTIVES = 0
 """Step of a rank that has not come to the first collective of a call, which is step 1."""
+CONNECT_S = 30.0
+"""How much longer the communication library waits than we do: its errors do not name a rank."""
 
 
 class RankGroup:
@@ -161,6 +163,7 @@ class RankGroup:
             RankError: a rank failed, lags or is gone.
         """
         self._wait_for_all()
+        self._control.raise_if_failed(self._call)  # a late rank finds all that it needs in its sockets
         self._step = BEFORE_COLLECTIVES
 
     def _wait_for_all(self) -> None:
@@ -186,7 +189,8 @@ class RankGroup:
         library = "nccl" if self._libraries.get(device.type) == "nccl" else "gloo"
         if library not in self._transports:
             store = dist.PrefixStore(f"epoch {self._epoch}/{library}", self._store.clone())
-            self._transports[library] = Transport(library, store, self.rank, self.size, self._timeouts.step)
+            timeout_s = 2 * self._timeouts.step + CONNECT_S
+            self._transports[library] = Transport(library, store, self.rank, self.size, timeout_s)
         return self._transports[library]
 
     def _close_transports(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -320,6 +321,33 @@ def test_size_expressions_go_to_sympy_and_back() -> None:
     back = torch_private.size_from_expression(mode, 3 * symbol)
     assert isinstance(back, torch.SymInt)
     assert torch_private.size_expression(back) == 3 * symbol
+
+
+def test_an_active_profiler_is_seen() -> None:
+    assert not torch_private.profiler_is_active()
+    with torch.profiler.profile():
+        assert torch_private.profiler_is_active()
+    assert not torch_private.profiler_is_active()
+
+
+def test_an_artifact_reaches_the_structured_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", records.append)
+    trace_log = torch._logging._internal.trace_log
+    monkeypatch.setattr(trace_log, "handlers", [])
+    assert not torch_private.is_structured_trace_on()
+    monkeypatch.setattr(trace_log, "handlers", [handler])
+    assert torch_private.is_structured_trace_on()
+    torch_private.add_trace_artifact("pcp.01.x.after", "the graph")
+    assert [record.payload for record in records] == ["the graph"]  # type: ignore[attr-defined]
+    assert records[0].metadata["artifact"] == {"name": "pcp.01.x.after", "encoding": "string"}  # type: ignore[attr-defined]
+
+
+def test_a_torch_without_structured_traces_gets_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._logging, "trace_structured")
+    with pytest.warns(UserWarning, match="TORCH_TRACE: torch .* does not take pcp.01.x.after"):
+        torch_private.add_trace_artifact("pcp.01.x.after", "the graph")
 
 
 def test_every_function_of_the_module_is_named_in_a_test() -> None:

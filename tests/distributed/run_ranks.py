@@ -28,7 +28,9 @@ class Ended:
         self.exit_code = exit_code
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, limit_s: float, may_end: bool = False) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, limit_s: float, may_end: bool = False
+) -> list[Any]:
     """Call `function(rank, *args)` in `world_size` processes of one gloo group.
 
     The store is in this process, so that any rank may be killed, as with torchrun.

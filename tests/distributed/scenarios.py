@@ -5,24 +5,27 @@ Spawned processes import torch for seconds, so one spawn runs all of them: `run_
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import pcp_compiler
 from pcp_compiler.backends.compilation import CallRecord, Compilation
-from pcp_compiler.errors import CallError, PcpError
-from pcp_compiler.ranks.distributed import RankGroup
-from tests.backend.plain_decoder import Decoder, DecoderConfig, make_decoder
-from tests.backend.support import make_ids, options
+from pcp_compiler.errors import CallError, PcpError, RankError
+from pcp_compiler.ranks import Program
+from tests.backend.plain_decoder import DecoderConfig, make_decoder
+from tests.backend.support import VOCAB_SIZE, make_ids, options
 
 WORLD_SIZE = 4
 ODD = 1
@@ -42,22 +45,26 @@ class Failure:
     recovered: bool
 
 
-class LastRow(nn.Module):
-    """A decoder that returns the logits of its last token only: input_ids [B, T] -> [B, 1, V]."""
+class OneAttention(nn.Module):
+    """The least that needs other ranks: input_ids [B, T] -> [B, T, V], or [B, 1, V] of the last token only."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, *, last_row_only: bool = False) -> None:
         super().__init__()
-        self.decoder = decoder
+        self.last_row_only = last_row_only
+        self.embedding = nn.Embedding(VOCAB_SIZE, 16)
+        self.head = nn.Linear(16, VOCAB_SIZE)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Select before the head, as transformers does with logits_to_keep=1."""
-        decoder = self.decoder
-        x = decoder.embedding(input_ids)
-        return decoder.head(decoder.norm(torch.cumsum(torch.zeros_like(x), -1) + x)[:, -1:])  # type: ignore[no-any-return]
+        """One head of attention over the embedded tokens."""
+        x = self.embedding(input_ids)
+        x = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[:, 0]
+        out: Tensor = self.head(x[:, -1:] if self.last_row_only else x)
+        return out
 
 
-def decoder(seed: int = 0, dtype: torch.dtype = torch.float64) -> Decoder:
-    return make_decoder(DecoderConfig(num_layers=1), seed=seed, dtype=dtype)
+def make_model(*, last_row_only: bool = False, dtype: torch.dtype = torch.float64) -> OneAttention:
+    torch.manual_seed(0)
+    return OneAttention(last_row_only=last_row_only).to(dtype).eval().requires_grad_(False)
 
 
 def settings(**parallel: Any) -> dict[str, Any]:
@@ -65,8 +72,8 @@ def settings(**parallel: Any) -> dict[str, Any]:
     return options(WORLD_SIZE, **{"timeout_s": {"start": 60, "step": 20}, **parallel})
 
 
-def compiled_decoder(**parallel: Any) -> tuple[Any, Decoder]:
-    model = decoder()
+def compile_model(**parallel: Any) -> tuple[Any, OneAttention]:
+    model = make_model()
     return pcp_compiler.compile(model, settings(**parallel)), model
 
 
@@ -93,7 +100,8 @@ def equals_eager(compiled: Any, model: nn.Module, num_tokens: int = 21) -> bool:
 
 def equality(rank: int) -> tuple[list[float], list[float], list[CallRecord], list[CallRecord]]:
     """Differences to eager and to virtual ranks for each length, and the records of both."""
-    compiled, model = compiled_decoder()
+    model = make_decoder(DecoderConfig(num_layers=1))
+    compiled = pcp_compiler.compile(model, settings())
     virtual = pcp_compiler.compile(model, settings(ranks="virtual"))
     to_eager, to_virtual = [], []
     for num_tokens in LENGTHS:
@@ -109,7 +117,8 @@ def equality(rank: int) -> tuple[list[float], list[float], list[CallRecord], lis
 def low_precision(rank: int) -> list[bool]:
     """Whether bfloat16 results are those of virtual ranks, bit for bit: all rows, and one row by a sum over ranks."""
     same = []
-    for model in (decoder(dtype=torch.bfloat16), LastRow(decoder(dtype=torch.bfloat16))):
+    for last_row_only in (False, True):
+        model = make_model(last_row_only=last_row_only, dtype=torch.bfloat16)
         compiled = pcp_compiler.compile(model, settings())
         virtual = pcp_compiler.compile(model, settings(ranks="virtual"))
         same.append(torch.equal(compiled(make_ids(33)), virtual(make_ids(33))))
@@ -119,7 +128,7 @@ def low_precision(rank: int) -> list[bool]:
 
 def short_prompts(rank: int) -> tuple[list[CallRecord], Failure]:
     """Prompts below min_tokens_to_shard, then one whose length differs on one rank."""
-    compiled, model = compiled_decoder(min_tokens_to_shard=8)
+    compiled, model = compile_model(min_tokens_to_shard=8)
     assert equals_eager(compiled, model, 7)
     assert equals_eager(compiled, model, 3)
     records = pcp_compiler.assert_sharded(compiled, 2, WORLD_SIZE, replicated=2)
@@ -133,7 +142,7 @@ def own_groups(rank: int) -> list[tuple[int, int | None]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pcp", "tp"))
     found = []
     for group in (halves[rank // 2], mesh, mesh["tp"]):
-        model = decoder()
+        model = make_model()
         given = {**options(2, timeout_s={"start": 60, "step": 20}), "group": group}
         compiled = torch.compile(model, backend="pcp_spec", dynamic=True, options=given)
         again = torch.compile(model, backend="pcp_spec", dynamic=True, options=dict(given))
@@ -145,26 +154,13 @@ def own_groups(rank: int) -> list[tuple[int, int | None]]:
     return found
 
 
-def caller_collectives(rank: int) -> float:
-    """The caller's own all-reduce right after calls that failed between collectives on one rank."""
-    compiled, model = compiled_decoder()
+def dumps(rank: int, folder: str) -> list[str]:
+    """All ranks write at once into one folder that does not exist yet; the folders with a whole dump."""
+    model = make_model()
+    compiled = pcp_compiler.compile(model, {**settings(), "dump": {"dir": folder}})
     assert equals_eager(compiled, model)
-    break_program(compiled, after=1, only=rank == ODD)
-    attempt(lambda: compiled(make_ids(21)), lambda: mend_program(compiled) or equals_eager(compiled, model))
-    total = torch.tensor(float(rank))
-    dist.all_reduce(total)
-    return total.item()
-
-
-def dumps(rank: int, folder: str) -> bool:
-    """All ranks write into one folder that does not exist yet; some dump there twice."""
-    model = decoder()
-    for _ in range(2):
-        torch.compiler.reset()
-        compiled = pcp_compiler.compile(model, {**settings(), "dump": {"dir": folder}})
-        assert equals_eager(compiled, model)
     dist.barrier()
-    return (Path(folder) / f"rank_{rank}" / "final.py").exists()
+    return sorted(path.parent.name for path in Path(folder).glob("*/final.py"))
 
 
 # --- ranks differ ----------------------------------------------------------------------------------------------------
@@ -172,93 +168,81 @@ def dumps(rank: int, folder: str) -> bool:
 
 def another_batch(rank: int) -> Failure:
     """Other ids of the same shape, in the first call."""
-    compiled, model = compiled_decoder()
-    ids = make_ids(21)
-    return attempt(lambda: compiled(ids.flip(1) if rank == ODD else ids), lambda: equals_eager(compiled, model))
+    compiled, model = compile_model()
+    return attempt(lambda: compiled(own_ids(rank)), lambda: equals_eager(compiled, model))
 
 
 def another_batch_later(rank: int) -> Failure:
     """Other ids of the same shape, in the second call, under check.mode: inputs."""
-    model = decoder()
+    model = make_model()
     compiled = pcp_compiler.compile(model, {**settings(), "check": {"mode": "inputs"}})
     assert equals_eager(compiled, model)
-    ids = make_ids(21)
-    return attempt(lambda: compiled(ids.flip(1) if rank == ODD else ids), lambda: equals_eager(compiled, model))
+    return attempt(lambda: compiled(own_ids(rank)), lambda: equals_eager(compiled, model))
+
+
+def own_ids(rank: int) -> Tensor:
+    return make_ids(21).flip(1) if rank == ODD else make_ids(21)
 
 
 def another_shape(rank: int) -> Failure:
     """Another length, in the second call."""
-    compiled, model = compiled_decoder()
+    compiled, model = compile_model()
     assert equals_eager(compiled, model)
     return attempt(lambda: compiled(make_ids(20 + (rank == ODD))), lambda: equals_eager(compiled, model))
 
 
 def another_weight(rank: int) -> Failure:
     """One element of one parameter."""
-    compiled, model = compiled_decoder()
-    weight = model.layers[0].get_submodule("down").weight
-    assert isinstance(weight, Tensor)
-    kept = weight[7, 13].item()
-    if rank == ODD:
-        weight[7, 13] = kept + 1e-9
-
-    def good_call() -> bool:
-        fresh, right = compiled_decoder()
-        return equals_eager(fresh, right)
-
-    return attempt(lambda: compiled(make_ids(21)), good_call)
+    compiled, model = compile_model()
+    model.head.weight[7, 13] += 1e-9 * (rank == ODD)
+    return attempt(lambda: compiled(make_ids(21)), fresh_call)
 
 
 def another_config(rank: int) -> Failure:
     """Another threshold."""
-    compiled, model = compiled_decoder(min_tokens_to_shard=5 if rank == ODD else 6)
-
-    def good_call() -> bool:
-        fresh, right = compiled_decoder()
-        return equals_eager(fresh, right)
-
-    return attempt(lambda: compiled(make_ids(21)), good_call)
+    compiled, _ = compile_model(min_tokens_to_shard=5 if rank == ODD else 6)
+    return attempt(lambda: compiled(make_ids(21)), fresh_call)
 
 
 def another_size(rank: int) -> Failure:
     """Another pcp_size, which does not fit the group."""
-    model = decoder()
-    size = 3 if rank == ODD else WORLD_SIZE
-    compiled = pcp_compiler.compile(model, {"parallel": {**settings()["parallel"], "pcp_size": size}})
-
-    def good_call() -> bool:
-        fresh, right = compiled_decoder()
-        return equals_eager(fresh, right)
-
-    return attempt(lambda: compiled(make_ids(21)), good_call)
+    parallel = {**settings()["parallel"], "pcp_size": 3 if rank == ODD else WORLD_SIZE}
+    compiled = pcp_compiler.compile(make_model(), {"parallel": parallel})
+    return attempt(lambda: compiled(make_ids(21)), fresh_call)
 
 
 def another_schedule(rank: int) -> Failure:
-    """Two collectives swapped in the schedule, seen by a call."""
-    compiled, model = compiled_decoder()
-    with torch.no_grad():
-        assert equals_eager(compiled, model)
-    (entry,) = pcp_compiler.compilations(compiled)
-    lowered = entry.lowered
-    edited = Compilation(entry.config, entry.trace, ranks=entry.ranks)
-    if rank == ODD:
-        schedule = tuple(reversed(lowered.program.schedule))
-        edited.lowered = replace(lowered, program=replace(lowered.program, schedule=schedule))
-    inputs = flat_inputs(entry, model, make_ids(21))
-    return attempt(lambda: edited.run(inputs), lambda: equals_eager(compiled, model))
+    """The two collectives swapped by hand before the first call."""
+    compiled, _ = compile_model()
+    lower = Compilation.__post_init__
+
+    def lower_and_edit(self: Compilation) -> None:
+        lower(self)
+        schedule = tuple(reversed(self.lowered.program.schedule))
+        self.lowered = replace(self.lowered, program=replace(self.lowered.program, schedule=schedule))
+
+    def call() -> None:
+        with replaced(Compilation, "__post_init__", lower_and_edit if rank == ODD else lower):
+            compiled(make_ids(21))
+
+    return attempt(call, fresh_call)
 
 
-def flat_inputs(entry: Compilation, model: nn.Module, ids: Tensor) -> Sequence[object]:
-    """Return the inputs of a compilation's program for one call."""
-    caught: list[Sequence[object]] = []
-    run = entry.run
-    entry.run = lambda inputs: caught.append(inputs) or run(inputs)  # type: ignore[method-assign,func-returns-value]
+def fresh_call() -> bool:
+    """Whether a newly compiled model equals eager; Dynamo would use the code of an equal one."""
+    torch.compiler.reset()
+    return equals_eager(*compile_model())
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Give an attribute another value for a while."""
+    kept = getattr(owner, name)
+    setattr(owner, name, value)
     try:
-        for other in [model]:
-            pcp_compiler.compile(other, entry.config)(ids)
+        yield
     finally:
-        del entry.run
-    return caught[0]
+        setattr(owner, name, kept)
 
 
 # --- ranks fail ------------------------------------------------------------------------------------------------------
@@ -266,80 +250,78 @@ def flat_inputs(entry: Compilation, model: nn.Module, ids: Tensor) -> Sequence[o
 
 def failure_while_compiling(rank: int) -> Failure:
     """One rank's model is in training mode."""
-    compiled, model = compiled_decoder()
+    compiled, model = compile_model()
     model.train(rank == ODD)
-
-    def good_call() -> bool:
-        model.eval()
-        return equals_eager(compiled, model)
-
-    return attempt(lambda: compiled(make_ids(21)), good_call)
+    return attempt(lambda: compiled(make_ids(21)), lambda: equals_eager(compiled, model.eval()))
 
 
 def failure_before_collectives(rank: int) -> Failure:
-    """One rank's input is refused by a check of the call."""
-    compiled, model = compiled_decoder()
+    """One rank refuses its input before it meets the others."""
+    compiled, model = compile_model()
     assert equals_eager(compiled, model)
     (entry,) = pcp_compiler.compilations(compiled)
-    if rank == ODD:
-        entry._num_tokens = refuse_call  # type: ignore[method-assign]
 
-    def good_call() -> bool:
-        if rank == ODD:
-            del entry._num_tokens
-        return equals_eager(compiled, model)
+    def refuse(_inputs: Sequence[object]) -> NoReturn:
+        raise CallError("the input is refused here")
 
-    return attempt(lambda: compiled(make_ids(21)), good_call)
+    def call() -> None:
+        with replaced(entry, "_num_tokens", refuse if rank == ODD else entry._num_tokens):
+            compiled(make_ids(21))
 
-
-def refuse_call(_inputs: Sequence[object]) -> Any:
-    raise CallError("the input is refused here")
+    return attempt(call, lambda: equals_eager(compiled, model))
 
 
 def failure_between_collectives(rank: int) -> Failure:
     """One rank runs out of memory after its first collective."""
-    compiled, model = compiled_decoder()
+    compiled, model = compile_model()
     assert equals_eager(compiled, model)
-    break_program(compiled, after=1, only=rank == ODD)
-    return attempt(
-        lambda: compiled(make_ids(21)), lambda: mend_program(compiled) or equals_eager(compiled, model)
-    )
+    return attempt(lambda: call_with(compiled, fail_after(1), only=rank == ODD), lambda: equals_eager(compiled, model))
 
 
 def failure_after_collectives(rank: int) -> tuple[str, bool]:
-    """One rank fails when the others have their results already: their next call works."""
-    compiled, model = compiled_decoder()
+    """One rank fails when the others may have their results already: the next call works."""
+    compiled, model = compile_model()
     assert equals_eager(compiled, model)
-    (entry,) = pcp_compiler.compilations(compiled)
-    break_program(compiled, after=len(entry.lowered.program.schedule), only=rank == ODD)
     try:
-        compiled(make_ids(21))
+        call_with(compiled, fail_after(2), only=rank == ODD)
         outcome = "result"
-    except MemoryError:
-        outcome = "MemoryError"
-    mend_program(compiled)
+    except (MemoryError, RankError) as fault:
+        outcome = type(fault).__name__
     return outcome, equals_eager(compiled, model)
 
 
-def break_program(compiled: Any, *, after: int, only: bool) -> None:
-    """Let the program raise MemoryError once it has done some collectives."""
-    (entry,) = pcp_compiler.compilations(compiled)
-    function = entry.lowered.program.function
-    entry.kept_lowered = entry.lowered  # type: ignore[attr-defined]
+def failure_beside_own_collectives(rank: int) -> float:
+    """The caller's own all-reduce after a call that failed between collectives."""
+    compiled, model = compile_model()
+    assert equals_eager(compiled, model)
+    attempt(lambda: call_with(compiled, fail_after(1), only=rank == ODD), lambda: True)
+    total = torch.tensor(float(rank))
+    dist.all_reduce(total)
+    return total.item()
 
-    def broken(*inputs: object) -> Any:
-        program, answer = function(*inputs), None
-        for _ in range(after):
+
+def fail_after(num_collectives: int) -> Callable[[Program], Program]:
+    """Return what a program becomes that raises once it has done some collectives."""
+
+    def failing(program: Program) -> Program:
+        answer = None
+        for _ in range(num_collectives):
             answer = yield program.send(answer)
         raise MemoryError("out of memory here")
 
-    if only:
-        entry.lowered = replace(entry.lowered, program=replace(entry.lowered.program, function=broken))
+    return failing
 
 
-def mend_program(compiled: Any) -> None:
+def call_with(compiled: Any, change: Callable[[Program], Program], *, only: bool) -> Tensor:
+    """Call with a changed program, on one rank only; the program is whole again afterwards."""
     (entry,) = pcp_compiler.compilations(compiled)
-    entry.lowered = entry.kept_lowered  # type: ignore[attr-defined]
+    whole = entry.lowered
+    function = whole.program.function
+    if not only:
+        return compiled(make_ids(21))  # type: ignore[no-any-return]
+    changed = replace(whole.program, function=lambda *inputs: change(function(*inputs)))
+    with replaced(entry, "lowered", replace(whole, program=changed)):
+        return compiled(make_ids(21))  # type: ignore[no-any-return]
 
 
 # --- ranks lag -------------------------------------------------------------------------------------------------------
@@ -347,7 +329,7 @@ def mend_program(compiled: Any) -> None:
 
 def lag_before_call(rank: int) -> Failure:
     """One rank comes to a call later than the time-out."""
-    compiled, model = compiled_decoder(timeout_s={"start": 60, "step": STEP_S})
+    compiled, model = compile_model(timeout_s={"start": 60, "step": STEP_S})
     assert equals_eager(compiled, model)
 
     def late_call() -> None:
@@ -359,30 +341,21 @@ def lag_before_call(rank: int) -> Failure:
 
 def lag_between_collectives(rank: int) -> Failure:
     """One rank takes longer than the time-out between two collectives."""
-    compiled, model = compiled_decoder(timeout_s={"start": 60, "step": STEP_S})
+    compiled, model = compile_model(timeout_s={"start": 60, "step": STEP_S})
     assert equals_eager(compiled, model)
-    (entry,) = pcp_compiler.compilations(compiled)
-    function = entry.lowered.program.function
-    entry.kept_lowered = entry.lowered  # type: ignore[attr-defined]
 
-    def slow(*inputs: object) -> Any:
-        program = function(*inputs)
+    def slow(program: Program) -> Program:
         answer = yield next(program)
         time.sleep(SLOW_S)
         while True:
             try:
                 answer = yield program.send(answer)
             except StopIteration as stop:
-                return stop.value
+                return stop.value  # type: ignore[no-any-return]
 
-    if rank == ODD:
-        entry.lowered = replace(entry.lowered, program=replace(entry.lowered.program, function=slow))
-
-    def good_call() -> bool:
-        mend_program(compiled)
-        return meet() and equals_eager(compiled, model)
-
-    return attempt(lambda: compiled(make_ids(21)), good_call)
+    return attempt(
+        lambda: call_with(compiled, slow, only=rank == ODD), lambda: meet() and equals_eager(compiled, model)
+    )
 
 
 def meet() -> bool:
@@ -394,68 +367,74 @@ def meet() -> bool:
 def slow_compile(rank: int) -> bool:
     """One rank compiles for longer than the start time-out, in a group that has not met yet."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    model = decoder()
-    compiled = pcp_compiler.compile(
-        model, options(2, timeout_s={"start": STEP_S, "step": 20}), group=pairs[rank % 2]
-    )
+    model = make_model()
+    compiled = pcp_compiler.compile(model, options(2, timeout_s={"start": STEP_S, "step": 20}), group=pairs[rank % 2])
     lower = Compilation.__post_init__
 
-    def slow_lower(self: Compilation) -> None:
+    def lower_slowly(self: Compilation) -> None:
         lower(self)
         time.sleep(SLOW_S)
 
-    if rank >= 2:
-        Compilation.__post_init__ = slow_lower  # type: ignore[method-assign]
-    try:
+    with replaced(Compilation, "__post_init__", lower_slowly if rank >= 2 else lower):
         return equals_eager(compiled, model)
-    finally:
-        Compilation.__post_init__ = lower  # type: ignore[method-assign]
 
 
 def call_inside_call(rank: int) -> str:
     """A second call while one is under way, as from another thread."""
-    compiled, model = compiled_decoder()
+    compiled, model = compile_model()
     assert equals_eager(compiled, model)
     (entry,) = pcp_compiler.compilations(compiled)
-    group = entry.ranks
-    assert isinstance(group, RankGroup)
-    with group.call(entry.config.parallel.timeout_s):
+    assert entry.ranks is not None
+    with entry.ranks.call(entry.config.parallel.timeout_s):
         try:
             compiled(make_ids(21))
+            message = "no error"
         except CallError as fault:
             message = str(fault)
     assert equals_eager(compiled, model)
     return message
 
 
+# --- ranks end -------------------------------------------------------------------------------------------------------
+
+
+def killed_or_gone(rank: int) -> tuple[str, float]:
+    """In one pair a rank is killed between two collectives, in the other one a rank ends before a call."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = make_model()
+    compiled = pcp_compiler.compile(model, options(2, timeout_s={"start": 60, "step": 60}), group=pairs[rank // 2])
+    assert equals_eager(compiled, model)
+    if rank == 3:
+        return "ended", 0.0
+
+    def die(program: Program) -> Program:
+        yield next(program)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    started = time.monotonic()
+    try:
+        call_with(compiled, die, only=rank == 1)
+        return "no error", 0.0
+    except RankError as fault:
+        return str(fault), time.monotonic() - started
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 
 SCENARIOS: tuple[Callable[..., Any], ...] = (
-    equality, low_precision, short_prompts, own_groups, caller_collectives, dumps, another_batch, another_batch_later,
-    another_shape, another_weight, another_config, another_size, another_schedule, failure_while_compiling,
-    failure_before_collectives, failure_between_collectives, failure_after_collectives, lag_before_call,
-    lag_between_collectives, slow_compile, call_inside_call,
+    equality, low_precision, short_prompts, own_groups, dumps, another_batch, another_batch_later, another_shape,
+    another_weight, another_config, another_size, another_schedule, failure_while_compiling,
+    failure_before_collectives, failure_between_collectives, failure_after_collectives,
+    failure_beside_own_collectives, lag_before_call, lag_between_collectives, slow_compile, call_inside_call,
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Crash:
-    """A scenario that raised what it should not."""
-
-    traceback: str
-
-
 def run_all(rank: int, folder: str) -> dict[str, Any]:
-    """Run every scenario, also after one that crashed."""
+    """Run every scenario, and return the outcome of each by name."""
     outcomes: dict[str, Any] = {}
     for scenario in SCENARIOS:
         torch.compiler.reset()
         dist.barrier()
-        started = time.monotonic()
-        try:
-            with torch.no_grad():
-                outcomes[scenario.__name__] = scenario(rank, folder) if scenario is dumps else scenario(rank)
-        except Exception:
-            outcomes[scenario.__name__] = Crash(traceback.format_exc())
-        outcomes[f"{scenario.__name__} seconds"] = time.monotonic() - started
+        with torch.no_grad():
+            outcomes[scenario.__name__] = scenario(rank, folder) if scenario is dumps else scenario(rank)
     return outcomes

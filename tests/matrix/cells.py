@@ -169,9 +169,7 @@ def check_torch_compile(variant: Variant, pcp_size: int, lengths: Iterable[int])
     """Compare `pcp_compiler.compile`, which goes through torch.compile, with eager, and prove its path."""
     torch.compiler.reset()
     expected = Expected(variant.reference())
-    compiled = pcp_compiler.compile(
-        variant.model(), {"parallel": {"pcp_size": pcp_size, "min_tokens_to_shard": 0}}
-    )
+    compiled = pcp_compiler.compile(variant.model(), {"parallel": {"pcp_size": pcp_size, "min_tokens_to_shard": 0}})
     for calls, num_tokens in enumerate(lengths, start=1):
         reference = expected.logits(num_tokens)
         assert reference is not None

@@ -47,7 +47,7 @@ CONFIGS: Mapping[str, Callable[[], Any]] = {
     "Qwen3": lambda: transformers.Qwen3Config(**_COMMON),
     "Gemma3": lambda: transformers.Gemma3TextConfig(**_COMMON, sliding_window=WINDOW, layer_types=list(_LAYERS)),
     "Gemma2": lambda: transformers.Gemma2Config(
-        **_COMMON, sliding_window=WINDOW, layer_types=list(_LAYERS), attn_logit_softcapping=2.0
+        **_COMMON, sliding_window=WINDOW, layer_types=list(_LAYERS), attn_logit_softcapping=0.5
     ),
     "Mistral": lambda: transformers.MistralConfig(**_COMMON, sliding_window=WINDOW),
     "GPT-OSS": lambda: transformers.GptOssConfig(
@@ -104,7 +104,7 @@ class Variant:
     def _build(self, attention: str, experts: str | None) -> nn.Module:
         torch.manual_seed(0)
         options = {} if experts is None else {"experts_implementation": experts}
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             CONFIGS[self.family](), attn_implementation=attention, **options
         )
         for parameter in model.parameters():  # biases, sinks: zeros would not show whether they are used
@@ -131,5 +131,5 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("Llama", "pcp_spec", torch.float16, tolerance=5e-3),
     Variant("Llama", "pcp_spec", torch.bfloat16, tolerance=4e-2),
     Variant("Llama", "eager", refusal="multiplies tokens by tokens"),
-    Variant("Llama 4", "pcp_spec", experts="pcp_spec", refusal="fixed number of tokens"),
+    Variant("Llama 4", "pcp_spec", experts="pcp_spec", refusal="fixes the number of tokens"),
 )

@@ -44,13 +44,16 @@ the rows: fewer rows per rank than tokens, all collectives run. "Difference" is 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="Markdown file to write")
-    parser.add_argument("--only", metavar="TEXT", default="", help="run the variants with TEXT in their name; writes no file")
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="run the variants with TEXT in their name; writes no file"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)  # the models are too small to share
     console = Console(highlight=False, width=160)
     chosen = [variant for variant in VARIANTS if options.only in variant.name]
     families = first_of_each_family(chosen)
-    results, faults = [], []
+    results: list[VariantResult] = []
+    faults: list[str] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("", total=len(chosen) + len(families))
         for variant in chosen:

@@ -44,6 +44,12 @@ def attention_with_mask(input_ids: Tensor, table: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, q, q, attn_mask=rows[None, None, None, :] <= rows[None, None, :, None])
 
 
+def attention_with_window(input_ids: Tensor, table: Tensor) -> Tensor:
+    rows = torch.arange(input_ids.shape[1])
+    q, behind = heads(F.embedding(input_ids, table)), rows[:, None] - rows
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=(behind >= 0) & (behind < 3))
+
+
 def causal_attention(input_ids: Tensor, table: Tensor) -> Tensor:
     x = F.embedding(input_ids, table)
     return F.scaled_dot_product_attention(heads(x), heads(x * 2), heads(x * 3), is_causal=True)
@@ -58,6 +64,21 @@ def value_that_reads_the_key(input_ids: Tensor, table: Tensor) -> Tensor:
     k = F.embedding(input_ids, table).relu()
     v = k * 2 + k[:, -1:]
     return F.scaled_dot_product_attention(heads(k * 3), heads(k), heads(v), is_causal=True)
+
+
+def sorted_experts(input_ids: Tensor, table: Tensor) -> Tensor:
+    x, expert_ids = F.embedding(input_ids, table)[0], torch.stack([input_ids[0] % 4, input_ids[0] % 3], dim=-1).view(-1)
+    sorted_ids, order = expert_ids.sort()
+    ends = torch.histc(sorted_ids.float(), 4, 0, 3).cumsum(0, dtype=torch.int32)
+    out = F.grouped_mm(x[order // 2], table.view(4, 16, 4), offs=ends).relu()
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0])
+    return out[inverse].view(-1, 2, 4).sum(1)
+
+
+def experts_in_place(input_ids: Tensor, table: Tensor) -> Tensor:
+    x = F.embedding(input_ids, table)[0]
+    return torch.bmm(x[:, None], table.view(4, 16, 4)[input_ids[0] % 4])
 
 
 def embedding_then_relu(input_ids: Tensor, table: Tensor) -> Tensor:
@@ -124,7 +145,9 @@ MATCHING = (
     Golden("explicit_shapes", view_with_minus_one, route="static"),
     Golden("explicit_shapes", squeeze_of_all_dims),
     Golden("canonicalize_attention", attention_with_mask),
+    Golden("canonicalize_attention", attention_with_window),
     Golden("canonicalize_attention", attention_with_mask, route="static"),
+    Golden("canonicalize_experts", sorted_experts),
     Golden("infer_placements", embedding_then_relu),
     Golden("infer_placements", cumsum_over_tokens, options=(("on_token_mixing", "gather"),)),
     Golden("shard_tokens", causal_attention),
@@ -141,6 +164,7 @@ MATCHING = (
 NOT_MATCHING = (
     Golden("explicit_shapes", view_with_numbers),
     Golden("canonicalize_attention", causal_attention),
+    Golden("canonicalize_experts", experts_in_place),
     Golden("gather_kv", attention_whose_key_is_its_value),
     Golden("gather_kv", value_that_reads_the_key),
     Golden("gather_kv", embedding_then_relu),
