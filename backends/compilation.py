@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from pcp_compiler import dump
 from pcp_compiler.compare import check_equal
 from pcp_compiler.config import Config
 from pcp_compiler.errors import CallError, InvariantError
+from pcp_compiler.model_check import check_not_empty
 from pcp_compiler.pass_api import CallCheck, refuse
 from pcp_compiler.pipeline import Lowered, Stage, lower
 from pcp_compiler.plan.partition import Partition, partition_batch
@@ -85,6 +87,7 @@ class Compilation:
         self._index: tuple[int, torch.device, Partition, list[dict[str, Tensor]]] | None = None
         self._weight_hashes: Mapping[str, str] | None = None
         self._is_row_checked = False
+        self._lock = threading.Lock()  # held for counts, and while the trace is lowered: lowerings share its symbols
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -165,7 +168,8 @@ class Compilation:
         Raises:
             UnsupportedGraphError: a placement rule is wrong; names the call.
         """
-        num_checked = check_rows(self.trace, self.config, inputs)
+        with self._lock:
+            num_checked = check_rows(self.trace, self.config, inputs)
         self._is_row_checked = True
         self.lowered.decisions.add("row checks", f"{num_checked} calls gave the same on half of the rows alone")
         return num_checked
@@ -175,7 +179,7 @@ class Compilation:
     ) -> LockstepResult:
         """Run a program on the ranks of this process, of which `index` holds the index tensors."""
         starts = [program.start(inputs, tensors) for tensors in index]
-        with torch.no_grad():
+        with torch.no_grad(), program.noted_errors():
             done = run_lockstep(starts) if self.ranks is None else run_distributed(starts[0], self.ranks)
         ran = tuple((collective.name, collective.op) for collective in done.collectives)
         if ran != program.schedule:
@@ -194,24 +198,31 @@ class Compilation:
     def _replicated(self) -> RankProgram:
         if not self._shards:
             return self.lowered.program
-        return lower(self.trace, self.config.with_pcp_size(1)).program
+        with self._lock:
+            return lower(self.trace, self.config.with_pcp_size(1)).program
 
     def _num_tokens(self, inputs: Sequence[object]) -> tuple[int, torch.device]:
-        name, dim = next(iter(self.trace.seeds.items()))
-        tokens = inputs[self._positions[name]]
-        assert isinstance(tokens, Tensor)
-        if tokens.shape[dim] == 0:
-            raise CallError(f"{name} has shape {tuple(tokens.shape)}; allowed: at least 1 token in dim {dim}")
-        return tokens.shape[dim], tokens.device
+        """Return T and the device of the tokens; raise CallError for none, or token inputs that differ in length."""
+        lengths: dict[str, int] = {}
+        for name, dim in self.trace.seeds.items():
+            tokens = inputs[self._positions[name]]
+            assert isinstance(tokens, Tensor)
+            check_not_empty(name, tokens.shape, dim)
+            lengths[name], device = tokens.shape[dim], tokens.device
+        if len(set(lengths.values())) > 1:
+            table = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+            raise CallError(f"token inputs have different lengths: {table}; allowed: one length")
+        return lengths[name], device
 
     def _index_for(self, num_tokens: int, device: torch.device) -> tuple[Partition, list[dict[str, Tensor]]]:
         """Return the partition and the index tensors of own ranks, kept while the length does not change."""
-        if self._index is None or self._index[:2] != (num_tokens, device):
+        kept = self._index  # another thread may replace it
+        if kept is None or kept[:2] != (num_tokens, device):
             pcp_size = self.config.parallel.pcp_size
             partition = partition_batch([num_tokens], [True], pcp_size=pcp_size, shard_decode=False)
             tensors = [index_tensors(partition, rank, device) for rank in self._own_ranks]
-            self._index = (num_tokens, device, partition, tensors)
-        return self._index[2], self._index[3]
+            self._index = kept = (num_tokens, device, partition, tensors)
+        return kept[2], kept[3]
 
     @property
     def _own_ranks(self) -> Sequence[int]:
@@ -223,9 +234,10 @@ class Compilation:
     ) -> None:
         rank = None if self.ranks is None else self.ranks.rank
         call = CallRecord(num_tokens, rows, width, work, tuple(done.collectives), rank)
-        self.num_calls += 1
-        self.num_sharded += call.is_sharded
-        self.calls.append(call)
+        with self._lock:
+            self.num_calls += 1
+            self.num_sharded += call.is_sharded
+            self.calls.append(call)
 
     def _statement(self, inputs: Sequence[object]) -> agreement.Statement:
         """Return what all ranks must share in this call; token ids on the first one, or when that is to be checked."""

@@ -7,6 +7,7 @@ the original model (or a part of it) would run instead of our program is an erro
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ import torch
 from functorch.compile import aot_module_simplified, make_boxed_func
 from torch import Tensor, fx, nn
 
-from pcp_compiler import torch_private
+from pcp_compiler import model_check, torch_private
 from pcp_compiler.backends.compilation import Compilation
 from pcp_compiler.config import Config, load_config
 from pcp_compiler.errors import BypassError, ConfigError, UnsupportedGraphError
@@ -39,6 +40,7 @@ class PcpSpecBackend:
         self._num_dumps: Counter[Path] = Counter()
         self._warned_about_gradients = False
         self._rank_groups = RankGroups()
+        self._lock = threading.Lock()
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[object], *,
@@ -48,7 +50,7 @@ class PcpSpecBackend:
 
         Raises:
             ConfigError: options, mode or process group. BypassError: not the whole model would be compiled.
-            UnsupportedGraphError: the model cannot be sharded. RankError: the processes do not meet.
+            UnsupportedGraphError: the model cannot be sharded. CallError: an input is no plain tensor. RankError: the processes do not meet.
         """
         if torch_private.errors_are_suppressed():
             return _refuse_to_run
@@ -70,6 +72,7 @@ class PcpSpecBackend:
             log.info("%s", note)
         target = _check_not_bypassed(gm)
         inputs = dynamo_inputs(gm)
+        _check_tensors(gm, inputs)
         self._check_mode(gm, inputs, target)
         replace_sdpa(gm)
 
@@ -116,10 +119,12 @@ class PcpSpecBackend:
         def run(*inputs: object) -> list[object]:
             frame = torch_private.compile_frame()
             caller = target if frame is None else frame.target
-            if caller not in shared:
-                shared[caller] = compilation.for_another_model(type(caller).__name__)
-                self._compilations.setdefault(caller, []).append(shared[caller])
-            return shared[caller].run(inputs)
+            with self._lock:  # threads that call the same new model count in one place
+                if caller not in shared:
+                    shared[caller] = compilation.for_another_model(type(caller).__name__)
+                    self._compilations.setdefault(caller, []).append(shared[caller])
+                own = shared[caller]
+            return own.run(inputs)
 
         return run
 
@@ -142,15 +147,26 @@ class PcpSpecBackend:
                 self._warned_about_gradients = True
 
 
+def _check_tensors(gm: fx.GraphModule, inputs: tuple[TraceInput, ...]) -> None:
+    """Refuse weights and inputs that are no plain tensors, or have no values."""
+    for node, entry in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        example = torch_private.source_example(node)
+        if isinstance(example, Tensor):
+            check = model_check.check_weight if entry.kind == "weight" else model_check.check_input
+            check(entry.name, example)
+            model_check.check_has_values(entry.name, example)
+
+
 def _check_not_bypassed(gm: fx.GraphModule) -> object:
     """Return the module or function being compiled; raise when not all of it would run in our program."""
+    frame = torch_private.compile_frame()
+    model_check.check_module(None if frame is None else frame.target)  # wrappers break graphs, which is not the point
     line = torch_private.graph_break(gm)
     if line is not None:
         raise BypassError(
             f"graph break at {line.filename}:{line.lineno} in {line.name}: {line.line}\n  the rest of the model would "
             "run uncompiled; remove the break (fullgraph=True explains it)"
         )
-    frame = torch_private.compile_frame()
     if frame is None:
         raise BypassError(
             "the backend was not called from torch.compile; allowed: torch.compile(model, backend='pcp_spec')"

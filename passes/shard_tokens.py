@@ -53,7 +53,7 @@ FILLS: dict[object, int] = {
     aten.full.default: 0,
 }
 """Ops that make a tensor of one value, and which argument is its size."""
-_SIZE_POSITION: Mapping[object, int] = FILLS | dict[object, int](SIZE_ARGUMENT)
+_SIZE_POSITIONS: dict[object, int] = FILLS | dict(SIZE_ARGUMENT.items())
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ class _Rewriter:
         else:
             args = tuple(form(value) for value in node.args)
             kwargs = {name: form(value) for name, value in node.kwargs.items()}
-        position = _SIZE_POSITION.get(node.target)
+        position = _SIZE_POSITIONS.get(node.target)
         if position is not None and isinstance(verdict.out, Rows):
             sizes = list(args[position])
             sizes[verdict.out.dim] = self._size_nodes.node_for(

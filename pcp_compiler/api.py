@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pcp_compiler import ops, torch_private
+from pcp_compiler import model_check, ops, torch_private
 from pcp_compiler.backends.compilation import CallRecord, Compilation
 from pcp_compiler.backends.pcp_spec import backend
 from pcp_compiler.compare import check_equal_trees
 from pcp_compiler.config import Config, load_config
-from pcp_compiler.errors import BypassError, ConfigError, UnsupportedGraphError
+from pcp_compiler.errors import BypassError, CallError, ConfigError, UnsupportedGraphError
 from pcp_compiler.ranks.launch import split_group
 from pcp_compiler.trace import trace_module
 
@@ -32,7 +32,8 @@ def compile(model: Any, config: Options = None, *, group: object = None) -> Any:
     Returns:
         A callable with the model's attributes. Each call runs without gradients.
     Raises:
-        ConfigError: at once. The first call raises UnsupportedGraphError or BypassError.
+        ConfigError, and UnsupportedGraphError for a model in a wrapper such as DistributedDataParallel: at once.
+        UnsupportedGraphError, BypassError: in the first call. CallError: in the call that has a bad input.
     """
     in_config, options = split_group(config)
     return CompiledModel(model, load_config(options), in_config if group is None else group)
@@ -42,8 +43,10 @@ class CompiledModel:
     """A model compiled by `pcp_compiler.compile`."""
 
     def __init__(self, model: Any, config: Config, group: object = None) -> None:
+        model_check.check_module(model)
         self._config = config
         self._model = model
+        self._has_run = False
         self._positional = _positional_names(model)
         options = config.resolved() if group is None else {**config.resolved(), "group": group}
         self._compiled: Any = torch.compile(model, backend="pcp_spec", fullgraph=True, options=options)
@@ -51,10 +54,13 @@ class CompiledModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; integer inputs (or those of option tokens) may have another length each time."""
         self._mark_token_dims(args, kwargs)
+        if not self._has_run:
+            model_check.check_weights(self._model)
         with torch_private.one_trace_settings(), torch.no_grad():
             result = self._compiled(*args, **kwargs)
             if self._config.check.mode == "shadow":
                 check_equal_trees(result, self._model(*args, **kwargs), self._config.check, "the original model")
+        self._has_run = True
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -63,13 +69,17 @@ class CompiledModel:
     def _mark_token_dims(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         tokens = self._config.tokens
         names = chain(self._positional, repeat(""))  # "" for those of *args
+        num_tokens: dict[str, int] = {}
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
-            if not isinstance(value, Tensor) or value.dim() == 0:
+            if not isinstance(value, Tensor):
                 continue
-            if name in tokens:
-                torch_private.mark_dynamic(value, tokens[name] % value.dim())
-            elif not value.is_floating_point():
-                torch_private.mark_dynamic(value, value.dim() - 1)
+            model_check.check_input(name, value)
+            if value.dim() and (name in tokens or not value.is_floating_point()):
+                dim = tokens.get(name, -1) % value.dim()
+                torch_private.mark_dynamic(value, dim)
+                num_tokens[name] = value.shape[dim]
+        if num_tokens and not any(num_tokens.values()):  # Dynamo would show where the model itself fails on that
+            raise CallError(f"{', '.join(num_tokens)}: no tokens; allowed: at least 1")
 
 
 def _positional_names(model: Any) -> tuple[str, ...]:

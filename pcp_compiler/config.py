@@ -324,12 +324,18 @@ def _find_sections(section: type[BaseModel], prefix: str = "") -> Iterator[tuple
             yield from _find_sections(field.annotation, f"{prefix}{name}.")
 
 
-_SECTIONS: Final = dict(_find_sections(Config))
+_SECTIONS: Final[Mapping[str, type[BaseModel]]] = dict(_find_sections(Config))
 _FIELDS: Final = {
     name: field
-    for prefix, section in [*((f"{name}.", section) for name, section in _SECTIONS.items()), ("", Config)]
-    for leaf, field in section.model_fields.items()
-    if (name := prefix + leaf) not in _SECTIONS
+    for name, field in (
+        *(
+            (f"{name}.{leaf}", field)
+            for name, section in _SECTIONS.items()
+            for leaf, field in section.model_fields.items()
+        ),
+        *Config.model_fields.items(),
+    )
+    if name not in _SECTIONS
 }
 _LEAVES: Final = frozenset(_FIELDS) - {"tokens"}
 _ALLOWED_KEYS: Final = ", ".join([*("tokens.<argument>" if name == "tokens" else name for name in _FIELDS), "config"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from pcp_compiler import ops, torch_private
 from pcp_compiler.codegen.python_source import print_program
 from pcp_compiler.plan.partition import partition_batch
 from pcp_compiler.ranks import Program, ProgramFunction, index_tensors, run_lockstep
+from pcp_compiler.trace import source_line
 
 InputSpec = tuple[str, torch.dtype | None, Sequence[int | str], str | None, int | None]
 
@@ -36,6 +39,27 @@ class RankProgram:
         """Return the generator of one rank: the caller's inputs, then the rank's index tensors."""
         program = self.function(*inputs, *(index[role] for _, role in self.index_roles))
         return _in_profiler_ranges(program, self.phase) if torch_private.profiler_is_active() else program
+
+    @contextmanager
+    def noted_errors(self) -> Iterator[None]:
+        """Add to an error that an op of this program raises which node it was and the user's line behind it.
+
+        The error stays what it is: it is the one that the original model raises.
+        """
+        try:
+            yield
+        except (RuntimeError, IndexError) as fault:
+            node = self._failed_node(fault)
+            if node is not None:
+                fault.add_note(f"in {node.name} ({node.target}) of the compiled program\n  at {source_line(node)}")
+            raise
+
+    def _failed_node(self, fault: BaseException) -> fx.Node | None:
+        """Return the node whose line of the printed program an error passed through, None when it passed none."""
+        filename = self.function.__code__.co_filename
+        steps = traceback.extract_tb(fault.__traceback__)
+        names = {(step.line or "").split(" ", 1)[0] for step in steps if step.filename == filename}
+        return next((node for node in self.graph_module.graph.nodes if node.name in names), None)
 
 
 def _in_profiler_ranges(program: Program, phase: str) -> Program:

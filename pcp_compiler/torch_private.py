@@ -23,6 +23,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import fx
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -105,15 +106,23 @@ def runs_untraced_under(backend_name: str) -> bool:
     return False
 
 
-def default_store() -> dist.Store:
-    """Return the store through which the processes of torch.distributed met."""
-    return dist.distributed_c10d._get_default_store()
+def open_store(prefix: str) -> Store:
+    """Return a new connection to the store through which the processes of torch.distributed met.
+
+    Args:
+        prefix: put before all keys.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()
+    return PrefixStore(prefix, store.clone())
 
 
-def new_backend(library: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
+def new_backend(library: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Return connections of our own, unknown to torch.distributed's registry, so that they can be made again.
 
     `new_group` cannot: it names a group by its ranks and finds the old one's keys in the store.
+
+    Returns:
+        A `torch.distributed.Backend`, whose methods torch does not type.
     """
     if library != "nccl":
         return dist.ProcessGroupGloo(store, rank, size, timeout)
@@ -122,9 +131,10 @@ def new_backend(library: str, store: dist.Store, rank: int, size: int, timeout: 
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def all_gather(backend: dist.Backend, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
+def all_gather(backend: Any, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
     """Start to lay the [n] elements that each rank sends in rank order into [P * n]."""
-    return backend._allgather_base(received, sent)
+    work: dist.Work = backend._allgather_base(received, sent)
+    return work
 
 
 def is_last_recompile() -> bool:
@@ -159,6 +169,33 @@ def source_name(placeholder: fx.Node) -> str:
 def source_example(placeholder: fx.Node) -> object:
     """Return the real value behind a Dynamo placeholder; None for sizes."""
     return getattr(placeholder.meta.get("grapharg"), "example", None)
+
+
+def overrides_dispatch(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's class decides what torch's ops do with it, as DTensor and quantised tensors do."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def mutated_inputs() -> list[int]:
+    """Return, inside an AOT compiler, positions of the inputs that the model writes in place.
+
+    Their new values are the first results of the graph, in this order.
+    """
+    metadata = torch._guards.TracingContext.get().fw_metadata
+    return [] if metadata is None else list(metadata.mutated_inp_runtime_indices)
+
+
+def value_was_read(fault: BaseException) -> bool:
+    """Return whether an error of tracing means that the model branched on, or took a size from, a tensor's value."""
+    symbolic = torch.fx.experimental.symbolic_shapes
+    return isinstance(
+        fault, (symbolic.GuardOnDataDependentSymNode, torch._subclasses.fake_tensor.DataDependentOutputException)
+    )
+
+
+def devices_differ(fault: BaseException) -> bool:
+    """Return whether an error of tracing means that one op got tensors on several devices."""
+    return isinstance(fault, torch._subclasses.fake_tensor.FakeTensorDeviceMismatchError)
 
 
 @contextmanager
@@ -250,6 +287,11 @@ def is_at_most_one(size: int | torch.SymInt) -> bool:
 def is_number(size: int | torch.SymInt) -> bool:
     """Return whether a size has become a number: it never was a symbol, or tracing fixed it."""
     return isinstance(size, int) or size.node.maybe_as_int() is not None
+
+
+def size_now(size: int | torch.SymInt) -> object:
+    """Return the value of a size in the call that is traced; the symbol when it has none."""
+    return size if isinstance(size, int) or size.node.hint is None else size.node.hint
 
 
 def is_surely_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from pcp_compiler import ops, torch_private
+from pcp_compiler import model_check, ops, torch_private
 from pcp_compiler.errors import ConfigError, UnsupportedGraphError
 
 aten = torch.ops.aten
@@ -243,8 +243,10 @@ def trace_dynamo_graph(aten_gm: fx.GraphModule, inputs: tuple[TraceInput, ...], 
     Args:
         inputs: from `dynamo_inputs`. tokens: option `tokens`, argument name to token dim.
     Raises:
-        UnsupportedGraphError: no token input found, or two of different length.
+        UnsupportedGraphError: no token input found, two of different length, or an input or buffer is written in place.
+        CallError: no tokens.
     """
+    _refuse_mutated_inputs(aten_gm, inputs)
     gm = copy_graph(aten_gm)
     placeholders = gm.graph.find_nodes(op="placeholder")
     if len(placeholders) != len(inputs):
@@ -254,6 +256,13 @@ def trace_dynamo_graph(aten_gm: fx.GraphModule, inputs: tuple[TraceInput, ...], 
         )
     _rename(gm, [entry.name for entry in inputs])
     return Trace(gm, inputs, find_seeds(gm, inputs, tokens))
+
+
+def _refuse_mutated_inputs(aten_gm: fx.GraphModule, inputs: Sequence[TraceInput]) -> None:
+    """Raise UnsupportedGraphError when a model writes an input or buffer, whose new value AOT made a result."""
+    results = next(iter(aten_gm.graph.find_nodes(op="output"))).args[0]
+    for position, result in zip(torch_private.mutated_inputs(), results, strict=False):
+        raise _refuse_write(inputs[position].name, result)
 
 
 def _rename(gm: fx.GraphModule, names: Sequence[str]) -> None:
@@ -300,15 +309,19 @@ def trace_module(
     Returns:
         The trace; its inputs are the parameters and buffers, then the tensors of the call.
     Raises:
-        UnsupportedGraphError: training mode, no token input, or a model that fixes the number of tokens.
+        UnsupportedGraphError: training mode, no token input, a wrapper or tensor that `model_check` refuses, a model that
+            fixes the number of tokens or asks for the value of a tensor. CallError: no tokens.
     Note: there are no Python guards. Trace again when a hyper-parameter of the module changes.
     """
     if module.training:
         raise UnsupportedGraphError(f"{type(module).__name__} is in training mode; call model.eval() before tracing")
+    model_check.check_module(module)
     wanted = dict(tokens or {})
     names, leaves, rebuild_call = _named_leaves(module, args, kwargs or {})
     dims = [_token_dim(name, leaf, wanted) for name, leaf in zip(names, leaves, strict=True)]
-    weights = _unique_weights(module)
+    weights = dict(model_check.named_weights(module))
+    for name, weight in weights.items():
+        model_check.check_weight(name, weight)
     mode = torch_private.fake_mode_with_symbols()
     fake_weights = [torch_private.fake_input(mode, w, frozenset(), n) for n, w in weights.items()]
     fake_leaves = [
@@ -328,7 +341,7 @@ def trace_module(
         return [out_leaves[i] for i in results["tensors"]]
 
     with torch.no_grad(), paused_gc(), fx.traceback.preserve_node_meta(), mode:
-        with _kept_attributes(module), _SingleCallMode():
+        with _kept_attributes(module), _explained(module, dict(zip(names, leaves, strict=True))), _SingleCallMode():
             gm = make_fx(forward)(*fake_weights, *fake_leaves)
         gm = _without_mutations(gm, [*fake_weights, *fake_leaves], [*weights, *names])
     for name, leaf, dim in zip(names, fake_leaves, dims, strict=True):
@@ -352,6 +365,33 @@ def trace_module(
         Trace(gm, inputs, seeds), tuple(weights.values()), bind, results["spec"], results["tensors"],
         results["constants"],
     )  # fmt: skip
+
+
+@contextmanager
+def _explained(module: nn.Module, inputs: dict[str, Tensor]) -> Iterator[None]:
+    """Turn errors in which torch names neither tensor nor line into ours; those of the module itself pass."""
+    try:
+        yield
+    except Exception as fault:
+        at = f"\n  at {_line_of(fault)}\n  "
+        if torch_private.value_was_read(fault):
+            raise UnsupportedGraphError(
+                f"{type(module).__name__} asks for the value of a tensor, which is not known when it is traced{at}"
+                "choose between values with torch.where, and sizes by the sizes of inputs"
+            ) from None
+        if torch_private.devices_differ(fault):
+            table = model_check.describe_devices(module, inputs)
+            raise UnsupportedGraphError(
+                f"tensors on several devices meet in one op ({table}){at}move model and inputs to one device"
+            ) from None
+        raise
+
+
+def _line_of(fault: BaseException) -> str:
+    """Return file, line, function and code of the innermost frame of an error that is neither torch's nor ours."""
+    frames = traceback.extract_tb(fault.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((_TORCH_FOLDER, _OUR_FOLDER))]
+    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}" if own else "no source line known"
 
 
 @contextmanager
@@ -382,15 +422,23 @@ def _check_not_assigned(state: Mapping[str, Tensor], given: Mapping[str, Tensor]
 def _kept_attributes(module: nn.Module) -> Iterator[None]:
     """Undo and refuse tensors that a forward assigns to attributes: the model would keep those of the trace."""
     before = {name: (part, dict(vars(part))) for name, part in module.named_modules()}
-    yield
-    for name, (part, attributes) in before.items():
-        for key, value in list(vars(part).items()):
-            if isinstance(value, Tensor) and attributes.get(key) is not value:
+    assigned: list[str] = []
+    try:
+        yield
+    finally:
+        for name, (part, attributes) in before.items():
+            changed = [key for key, value in vars(part).items() if isinstance(value, Tensor)]
+            changed = [key for key in changed if attributes.get(key) is not vars(part)[key]]
+            assigned += [f"{name}.{key}".strip(".") for key in changed]
+            for key in changed:
+                del vars(part)[key]
+            if changed:
                 vars(part).update(attributes)
-                raise UnsupportedGraphError(
-                    f"{f'{name}.{key}'.strip('.')}: the module assigns a tensor to this attribute in forward, which "
-                    f"would be lost; {_MUTATION_KNOB}"
-                )
+    if assigned:
+        raise UnsupportedGraphError(
+            f"{assigned[0]}: the module assigns a tensor to this attribute in forward, which would be lost; "
+            f"{_MUTATION_KNOB}"
+        )
 
 
 def _without_mutations(gm: fx.GraphModule, inputs: Sequence[Tensor], names: Sequence[str]) -> fx.GraphModule:
@@ -409,19 +457,23 @@ def _without_mutations(gm: fx.GraphModule, inputs: Sequence[Tensor], names: Sequ
         return gm
     for node in writes:
         if _storage_owner(node).op != "call_function":
-            raise _refuse_write(node, names)
+            raise _refuse_write(_owner_name(node, names), node)
     run = torch.func.functionalize(lambda *flat: fx.Interpreter(gm).run(*flat), remove="mutations")
     functional = make_fx(run)(*inputs)
     for node in _written_in_place(functional):  # written through an alias that was not seen above
-        raise _refuse_write(node, names)
+        raise _refuse_write(_owner_name(node, names), node)
     return functional
 
 
-def _refuse_write(node: fx.Node, names: Sequence[str]) -> UnsupportedGraphError:
-    owner, places = _storage_owner(node), node.graph.find_nodes(op="placeholder")
-    name = names[places.index(owner)] if owner in places else owner.target
+def _refuse_write(name: object, node: fx.Node) -> UnsupportedGraphError:
     at = source_line(node)
     return UnsupportedGraphError(f"{name}: the module writes into this tensor in place\n  at {at}\n  {_MUTATION_KNOB}")
+
+
+def _owner_name(node: fx.Node, names: Sequence[str]) -> object:
+    """Return what the user calls the tensor that a call writes; `names` are those of the placeholders."""
+    owner, places = _storage_owner(node), node.graph.find_nodes(op="placeholder")
+    return names[places.index(owner)] if owner in places else owner.target
 
 
 def _written_in_place(gm: fx.GraphModule) -> list[fx.Node]:
@@ -490,23 +542,19 @@ def _named_leaves(
 
 
 def _token_dim(name: str, leaf: Tensor, wanted: Mapping[str, int]) -> int | None:
-    if name in wanted:
-        return _checked_dim(name, wanted[name], leaf.dim())
+    model_check.check_input(name, leaf)
     is_ids = not wanted and not leaf.is_floating_point() and leaf.dtype != torch.bool and leaf.dim() > 0
-    return leaf.dim() - 1 if is_ids else None
+    if name not in wanted and not is_ids:
+        return None
+    dim = _checked_dim(name, wanted.get(name, -1), leaf.dim())
+    model_check.check_not_empty(name, leaf.shape, dim)
+    return dim
 
 
 def _checked_dim(name: str, dim: int, ndim: int) -> int:
     if not -ndim <= dim < ndim:
         raise ConfigError(f"tokens.{name}: got {dim}; the input has {ndim} dims, allowed: {-ndim} to {ndim - 1}")
     return dim % ndim
-
-
-def _unique_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, tied ones once."""
-    state: dict[str, Tensor] = dict(module.named_parameters())
-    state.update(module.named_buffers())
-    return state
 
 
 def _weight_names(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
@@ -525,6 +573,7 @@ def find_seeds(gm: fx.GraphModule, inputs: Sequence[TraceInput], tokens: Mapping
 
     Raises:
         ConfigError: `tokens` names no input. UnsupportedGraphError: no token input, or two of different length.
+        CallError: a token input is empty.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     user = [(node, entry) for node, entry in zip(placeholders, inputs, strict=True) if entry.kind == "user"]
@@ -546,7 +595,10 @@ def find_seeds(gm: fx.GraphModule, inputs: Sequence[TraceInput], tokens: Mapping
             f"no token input found: no integer input feeds an embedding; inputs are: {listing}; "
             "name the input and its token dim in option tokens, for example {'tokens': {'inputs_embeds': 1}}"
         )
-    _check_same_length({name: node.meta["val"].shape[seeds[name]] for node, e in user if (name := e.name) in seeds})
+    shapes = {entry.name: node.meta["val"].shape for node, entry in user if entry.name in seeds}
+    for name, shape in shapes.items():
+        model_check.check_not_empty(name, shape, seeds[name])
+    _check_same_length({name: shape[seeds[name]] for name, shape in shapes.items()})
     return seeds
 
 
@@ -559,7 +611,7 @@ def _check_same_length(lengths: Mapping[str, int | torch.SymInt]) -> None:
     first = next(iter(lengths.values()))
     for size in lengths.values():
         if not torch_private.is_surely_equal(size, first):
-            table = ", ".join(f"{name} has {value}" for name, value in lengths.items())
+            table = ", ".join(f"{name} has {torch_private.size_now(size)}" for name, size in lengths.items())
             raise UnsupportedGraphError(
                 f"token inputs have different lengths: {table}; say which ones count tokens in option tokens, "
                 "for example {'tokens': {'input_ids': 1}}"

@@ -368,6 +368,7 @@ EXAMPLES: dict[str, list[Example]] = {
 }
 MIXING_FAMILIES = {
     "pieces", "joins", "reductions", "all dims", "along a dim", "norms", "windows", "matrices", "lookups", "attention",
+    "pieces written",
 }  # fmt: skip
 ALL_EXAMPLES = [example for family in EXAMPLES.values() for example in family]
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from pcp_compiler.errors import RankError
 
@@ -84,16 +85,15 @@ class Goal:
 class ControlPlane:
     """One rank's signs of life, its view of the others, and the texts they exchange."""
 
-    def __init__(self, store: dist.Store, rank: int, names: Sequence[str]) -> None:
+    def __init__(self, open_store: Callable[[], Store], rank: int, names: Sequence[str]) -> None:
         """Start to beat.
 
         Args:
-            store: of this group alone. names: what messages call each rank.
+            open_store: returns a new connection to a store of this group alone. names: what messages call each rank.
         """
         self.rank = rank
         self.names = tuple(names)
-        self._store = store
-        self._beat_store = store.clone()  # a connection of its own: a rank that waits in the other one still beats
+        self._store, self._beat_store = open_store(), open_store()  # a rank that waits in one beats through the other
         self._state = (0, 0, IDLE)
         self._num_beats = 0
         self._peers = {other: Peer() for other in range(len(names)) if other != rank}

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -43,8 +44,8 @@ class RankGroup:
         self.rank = dist.get_rank(process_group)
         self.size = len(members)
         self._libraries = device_backends(process_group)
-        self._store = dist.PrefixStore(f"pcp_spec/{'-'.join(map(str, members))}", torch_private.default_store())
-        self._control = ControlPlane(self._store.clone(), self.rank, _names(members))
+        self._prefix = f"pcp_spec/{'-'.join(map(str, members))}"
+        self._control = ControlPlane(partial(torch_private.open_store, self._prefix), self.rank, _names(members))
         self._timeouts = TimeoutConfig()
         self._lock = threading.Lock()
         self._transports: dict[str, Transport] = {}
@@ -188,7 +189,7 @@ class RankGroup:
         """Return the connections for tensors of a device: the library of the caller's group, gloo for all but NCCL."""
         library = "nccl" if self._libraries.get(device.type) == "nccl" else "gloo"
         if library not in self._transports:
-            store = dist.PrefixStore(f"epoch {self._epoch}/{library}", self._store.clone())
+            store = torch_private.open_store(f"{self._prefix}/epoch {self._epoch}/{library}")
             timeout_s = 2 * self._timeouts.step + CONNECT_S
             self._transports[library] = Transport(library, store, self.rank, self.size, timeout_s)
         return self._transports[library]

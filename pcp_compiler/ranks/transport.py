@@ -10,10 +10,12 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from pcp_compiler import torch_private
 
@@ -41,7 +43,7 @@ class Transfer:
 class Transport:
     """Connections between all ranks of a group. A failure uses them up: close them, make new ones."""
 
-    def __init__(self, library: str, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, library: str, store: Store, rank: int, size: int, timeout_s: float) -> None:
         """Connect; gloo blocks until every rank does.
 
         Args:
@@ -50,9 +52,7 @@ class Transport:
         self.is_asynchronous = library == "nccl"
         """Whether results are ready on the device's stream and not yet in memory once a transfer has started."""
         self._size = size
-        self._backend: dist.Backend | None = torch_private.new_backend(
-            library, store, rank, size, timedelta(seconds=timeout_s)
-        )
+        self._backend = torch_private.new_backend(library, store, rank, size, timedelta(seconds=timeout_s))
 
     def start(self, sent: Tensor, *, is_sum: bool) -> Transfer:
         """Send this rank's part, of the same shape on every rank: [N, ..] -> [P * N, ..], or [N, ..] if it is a sum."""
@@ -68,7 +68,7 @@ class Transport:
 
     def close(self, transfers: Iterable[Transfer]) -> None:
         """Break the connections, so that other ranks' transfers end; `transfers` are those of this rank under way."""
-        dying: list[dist.Backend | dist.Work | None] = [self._backend]
+        dying = [self._backend]
         self._backend = None
         for transfer in transfers:
             dying.append(transfer.work)
@@ -78,12 +78,9 @@ class Transport:
         thread.join(CLOSE_S)
 
 
-def _close(dying: list[dist.Backend | dist.Work | None]) -> None:
-    """Abort a backend, then drop it and its works: gloo closes its sockets once nothing refers to it."""
-    for one in dying:
-        if isinstance(one, dist.Backend):
-            one.abort()
-    one = None
+def _close(dying: list[Any]) -> None:
+    """Abort a backend, the first of the list, then drop it and its works: gloo closes what nothing refers to."""
+    dying[0].abort()
     dying.clear()
 
 

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 START_LIMIT_S = 240.0
 """How long the processes may take to import torch and meet; not part of a test's own limit."""
@@ -45,7 +46,7 @@ def run_ranks(
         AssertionError: a process raised (its traceback is in the message), ended, or took too long.
     """
     assert world_size <= 4, "process tests use at most 4 processes"
-    store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     processes: list[BaseProcess] = [
@@ -103,7 +104,7 @@ def _child(
     torch.set_num_threads(1)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
+    store = TCPStore("127.0.0.1", port, world_size, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     writer.send((None, "ready"))
     try:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -347,11 +348,10 @@ def lag_between_collectives(rank: int) -> Failure:
     def slow(program: Program) -> Program:
         answer = yield next(program)
         time.sleep(SLOW_S)
-        while True:
-            try:
-                answer = yield program.send(answer)
-            except StopIteration as stop:
-                return stop.value  # type: ignore[no-any-return]
+        answer = yield program.send(answer)
+        with pytest.raises(StopIteration) as end:
+            program.send(answer)
+        return end.value.value  # type: ignore[no-any-return]
 
     return attempt(
         lambda: call_with(compiled, slow, only=rank == ODD), lambda: meet() and equals_eager(compiled, model)
@@ -410,6 +410,7 @@ def killed_or_gone(rank: int) -> tuple[str, float]:
     def die(program: Program) -> Program:
         yield next(program)
         os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("still alive")
 
     started = time.monotonic()
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 import pcp_compiler
 from pcp_compiler.config import load_config
@@ -121,7 +122,7 @@ def test_a_busy_port_is_one_clear_error(no_launcher: pytest.MonkeyPatch) -> None
 def test_a_group_of_one_process_leaves_auto_virtual_and_is_refused_as_distributed(
     no_launcher: pytest.MonkeyPatch,
 ) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     model = make_model()
     compiled = pcp_compiler.compile(model, settings())
     assert equals_eager(compiled, model)
@@ -132,7 +133,7 @@ def test_a_group_of_one_process_leaves_auto_virtual_and_is_refused_as_distribute
 
 
 def test_one_distributed_rank_runs_unsharded(no_launcher: pytest.MonkeyPatch) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     model = make_model()
     compiled = pcp_compiler.compile(model, {"parallel": {"pcp_size": 1, "ranks": "distributed"}})
     assert equals_eager(compiled, model)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pcp_compiler import ops
+
 NUM_IDS, HIDDEN, HEAD_DIM, MAX_LEN = 50, 32, 8, 128
 
 
@@ -102,6 +104,32 @@ class Decoder(nn.Module):
         return (logits, (x, [logits.argmax(-1)])) if self.settings.returns_tuples else logits
 
 
+class WindowAndExperts(nn.Module):
+    """A sliding window given as a mask, then two experts a token, sorted as transformers' grouped_mm does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_IDS, HIDDEN)
+        self.router, self.head = nn.Linear(HIDDEN, 4), nn.Linear(HEAD_DIM, NUM_IDS)
+        self.experts = nn.Parameter(torch.randn(4, HIDDEN, HEAD_DIM))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids [B, T] -> logits [B, T, NUM_IDS]."""
+        rows = torch.arange(input_ids.shape[1])
+        behind = rows[:, None] - rows
+        heads = self.embedding(input_ids).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+        x = F.scaled_dot_product_attention(heads, heads * 2, heads - 1, attn_mask=(behind >= 0) & (behind < 5))
+        x = x.transpose(1, 2).flatten(2).flatten(0, 1)
+        scores, chosen = self.router(x).topk(2)
+        expert_ids, order = chosen.flatten().sort()
+        ends = torch.histc(expert_ids.float(), 4, 0, 3).cumsum(0, dtype=torch.int32)
+        out = ops.GROUPED_MM(x[order // 2], self.experts, ends).relu() * scores.flatten()[order, None]
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.shape[0])
+        logits: Tensor = self.head(out[inverse].view(*input_ids.shape, 2, HEAD_DIM).sum(2))
+        return logits
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the halves of each head: x [B, H, T, D], cos and sin [T, D]."""
     first, second = x.chunk(2, dim=-1)
@@ -153,6 +181,7 @@ CASES = {
     "batch_2": Case(_decoder(num_kv_heads=2), batch=2),
     "tuples_of_last_rows": Case(_decoder(num_logits_to_keep=1, returns_tuples=True)),
     "torch_norm": Case(_decoder(norm=lambda: nn.RMSNorm(HIDDEN))),  # decomposed with an in-place add
+    "window_and_experts": Case(WindowAndExperts, batch=2),
     "hf_llama": Case(_hf_llama, kwargs=(("use_cache", False),)),
     "hf_llama_last_logits": Case(_hf_llama, kwargs=(("use_cache", False), ("logits_to_keep", 1))),
 }
