@@ -50,7 +50,8 @@ class PcpSpecBackend:
 
         Raises:
             ConfigError: options, mode or process group. BypassError: not the whole model would be compiled.
-            UnsupportedGraphError: the model cannot be sharded. CallError: an input is no plain tensor. RankError: the processes do not meet.
+            UnsupportedGraphError: the model cannot be sharded. CallError: an input has no tokens or is no plain tensor.
+            RankError: the processes do not meet.
         """
         if torch_private.errors_are_suppressed():
             return _refuse_to_run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
-from itertools import chain, repeat
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class CompiledModel:
 
     def _mark_token_dims(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         tokens = self._config.tokens
-        names = chain(self._positional, repeat(""))  # "" for those of *args
+        names = chain(self._positional, (f"args[{number}]" for number in count()))
         num_tokens: dict[str, int] = {}
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
             if not isinstance(value, Tensor):

@@ -60,7 +60,14 @@ def _collective_paired(gm: fx.GraphModule) -> str | None:
 
 def _index_is_input(gm: fx.GraphModule) -> str | None:
     """Index tensors change with every batch: as constants they would freeze one partition."""
-    position = {ops.SHARD: 1, ops.DROP_PADS: 1, ops.UNSHARD: 1, ops.GATHER_WAIT: 2, ops.RESTORE_ROWS: 1, ops.ATTENTION: 4}
+    position = {
+        ops.SHARD: 1,
+        ops.DROP_PADS: 1,
+        ops.UNSHARD: 1,
+        ops.GATHER_WAIT: 2,
+        ops.RESTORE_ROWS: 1,
+        ops.ATTENTION: 4,
+    }
     for node in calls(gm, *position):
         index = node.args[position[node.target]]  # type: ignore[index]
         while isinstance(index, fx.Node) and index.op == "call_function" and index.args:

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from pcp_compiler import torch_private
 from pcp_compiler.errors import CallError, UnsupportedGraphError
 
-_WHOLE_WEIGHTS = "pcp_spec shares out tokens, and every rank needs all weights whole"
+_WHOLE = "pcp_spec shares out the tokens of a call and needs every weight and input whole on each rank"
 _WRAPPERS = {
     "DistributedDataParallel": "it only averages gradients; compile its .module",
     "DataParallel": "compile its .module; option parallel.pcp_size says how many ranks run it",
-    "FullyShardedDataParallel": f"{_WHOLE_WEIGHTS}; load the model without FSDP",
-    "FSDPModule": f"{_WHOLE_WEIGHTS}; load the model without fully_shard",
+    "FullyShardedDataParallel": f"{_WHOLE}; load the model without FSDP",
+    "FSDPModule": f"{_WHOLE}; load the model without fully_shard",
 }
-"""Classes of torch by name, since importing them all takes seconds, and what to do instead."""
+"""Classes of torch by name (importing all of them takes seconds), and what to do instead."""
 _TENSOR_KNOBS = {
-    "DTensor": f"{_WHOLE_WEIGHTS}; call .full_tensor() and use its result",
+    "DTensor": f"{_WHOLE}; call .full_tensor() and use its result",
     "NestedTensor": "one call serves prompts of one length; call the model for each prompt",
 }
-_OTHER_TENSOR_KNOB = "allowed: torch.Tensor and torch.nn.Parameter; convert it"
+_OTHER_TENSOR_KNOB = "allowed: torch.Tensor and torch.nn.Parameter; convert it, or call .as_subclass(torch.Tensor)"
 
 
 def check_module(model: object) -> None:
@@ -33,7 +33,9 @@ def check_module(model: object) -> None:
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         for cls in type(module).__mro__:
             if cls.__name__ in _WRAPPERS and cls.__module__.startswith("torch."):
-                raise UnsupportedGraphError(f"{name or 'the model'} is a {cls.__name__}: {_WRAPPERS[cls.__name__]}")
+                raise UnsupportedGraphError(
+                    f"{name or 'the model'} is of class {cls.__name__}: {_WRAPPERS[cls.__name__]}"
+                )
 
 
 def check_weights(model: object) -> None:
@@ -56,7 +58,7 @@ def check_weight(name: str, tensor: Tensor) -> None:
     Subclasses that change nothing of how torch's ops see the tensor are fine.
     """
     if torch_private.overrides_dispatch(tensor):
-        raise UnsupportedGraphError(f"{name} is a {_describe_class(tensor)}")
+        raise UnsupportedGraphError(f"{name} is of class {_describe_class(tensor)}")
     if tensor.layout is not torch.strided:
         raise UnsupportedGraphError(
             f"{name} has layout {tensor.layout}; allowed: torch.strided; call .to_dense() and use its result"
@@ -66,7 +68,7 @@ def check_weight(name: str, tensor: Tensor) -> None:
 def check_input(name: str, tensor: Tensor) -> None:
     """Raise CallError when an input of a call is not one plain array."""
     if type(tensor) not in (Tensor, nn.Parameter):
-        raise CallError(f"input {name} is a {_describe_class(tensor)}")
+        raise CallError(f"input {name} is of class {_describe_class(tensor)}")
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
         raise CallError(f"input {name} {kind}; allowed: one array of layout torch.strided; pass a dense tensor")
@@ -76,8 +78,8 @@ def check_has_values(name: str, tensor: Tensor) -> None:
     """Raise UnsupportedGraphError for a tensor on device meta, which has a shape only."""
     if tensor.device.type == "meta":
         raise UnsupportedGraphError(
-            f"{name} is on device meta, which holds no values; allowed: the device that the model runs on; load the "
-            "weights, or look at the model with pcp_compiler.inspect"
+            f"{name} is on device meta, which holds no values; allowed: a device that does; move inputs and load "
+            "weights there, or look at the model with pcp_compiler.inspect"
         )
 
 

@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 _EVAL_FRAME_FILE = "_dynamo/eval_frame.py"
 _CONVERT_FRAME_FILE = "_dynamo/convert_frame.py"
+_EXTERNAL_FILE = "_dynamo/external_utils.py"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -250,6 +251,18 @@ def add_trace_artifact(name: str, text: str) -> None:
         warnings.warn(f"TORCH_TRACE: torch {torch.__version__} does not take {name}: {fault}", stacklevel=2)
 
 
+@contextmanager
+def symbolic_composite_ops() -> Iterator[None]:
+    """Let composite ops (linear, matmul) keep sizes symbolic while make_fx traces; torch >= 2.12 does so by itself."""
+    if torch.__version__ >= (2, 12):
+        yield
+        return
+    from torch._dispatch.python import enable_python_dispatcher
+
+    with enable_python_dispatcher():
+        yield
+
+
 def fake_mode_with_symbols() -> FakeTensorMode:
     """Return a fake mode of our own for make_fx: sizes marked dynamic become symbols, 0 and 1 included."""
     env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
@@ -338,7 +351,8 @@ def _unwrap_target(fn: Any) -> object:
     """Return the module behind the bound method that torch.compile calls, or the function itself."""
     if inspect.ismethod(fn):
         return fn.__self__
-    if inspect.isfunction(fn) and fn.__module__ == "torch._dynamo.external_utils":
+    # its __module__ and __qualname__ are those of what it wraps
+    if inspect.isfunction(fn) and fn.__code__.co_filename.endswith(_EXTERNAL_FILE):
         return _closure(fn).get("fn", fn)
     return fn
 

@@ -309,8 +309,8 @@ def trace_module(
     Returns:
         The trace; its inputs are the parameters and buffers, then the tensors of the call.
     Raises:
-        UnsupportedGraphError: training mode, no token input, a wrapper or tensor that `model_check` refuses, a model that
-            fixes the number of tokens or asks for the value of a tensor. CallError: no tokens.
+        UnsupportedGraphError: training mode, no token input, a wrapper or tensor that `model_check` refuses, or a model
+            that fixes the number of tokens or asks for the value of a tensor. CallError: no tokens.
     Note: there are no Python guards. Trace again when a hyper-parameter of the module changes.
     """
     if module.training:
@@ -326,7 +326,7 @@ def trace_module(
     fake_weights = [torch_private.fake_input(mode, w, frozenset(), n) for n, w in weights.items()]
     fake_leaves = [
         torch_private.fake_input(mode, leaf, frozenset() if dim is None else frozenset({dim}), name)
-        for name, leaf, dim in zip(names, leaves, dims, strict=True)
+        for name, leaf, dim in zip(names, _distinct(leaves), dims, strict=True)
     ]
     results: dict[str, Any] = {}
 
@@ -340,15 +340,16 @@ def trace_module(
         results["constants"] = tuple(None if isinstance(leaf, Tensor) else _plain(leaf) for leaf in out_leaves)
         return [out_leaves[i] for i in results["tensors"]]
 
-    with torch.no_grad(), paused_gc(), fx.traceback.preserve_node_meta(), mode:
+    symbolic = torch_private.symbolic_composite_ops()
+    with torch.no_grad(), paused_gc(), fx.traceback.preserve_node_meta(), mode, symbolic:
         with _kept_attributes(module), _explained(module, dict(zip(names, leaves, strict=True))), _SingleCallMode():
             gm = make_fx(forward)(*fake_weights, *fake_leaves)
         gm = _without_mutations(gm, [*fake_weights, *fake_leaves], [*weights, *names])
     for name, leaf, dim in zip(names, fake_leaves, dims, strict=True):
         if dim is not None and torch_private.is_number(leaf.shape[dim]):
             raise UnsupportedGraphError(
-                f"input {name}: {type(module).__name__} fixes the number of tokens to {leaf.shape[dim]} while it is traced, "
-                "as len(tensor), int(size) and complex tensors do; use tensor.shape, or compile each length on its own "
+                f"input {name}: {type(module).__name__} fixes the number of tokens to {leaf.shape[dim]} while it is "
+                "traced, as len(tensor), int(size) and complex tensors do; use tensor.shape, or compile each length on its own "
                 "with torch.compile(model, backend='pcp_spec', dynamic=False)"
             )
     inputs = tuple(
@@ -365,6 +366,11 @@ def trace_module(
         Trace(gm, inputs, seeds), tuple(weights.values()), bind, results["spec"], results["tensors"],
         results["constants"],
     )  # fmt: skip
+
+
+def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors, copies for those that occur again: a tensor given twice would become one input of the trace."""
+    return [t.clone() if any(t is other for other in tensors[:n]) else t for n, t in enumerate(tensors)]
 
 
 @contextmanager

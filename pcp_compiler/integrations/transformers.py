@@ -42,8 +42,8 @@ def attention_forward(
     """
     if not torch.compiler.is_compiling() and torch_private.runs_untraced_under("pcp_spec"):
         raise BypassError(
-            f"attention of {type(module).__name__} runs uncompiled inside a model compiled with pcp_spec: Dynamo left the "
-            "compiled program; compile with fullgraph=True to see why"
+            f"attention of {type(module).__name__} runs uncompiled inside a model compiled with pcp_spec: Dynamo left "
+            "the compiled program; compile with fullgraph=True to see why"
         )
     layer = getattr(module, "layer_idx", None)
     if options.get("position_bias") is not None:
@@ -55,8 +55,8 @@ def attention_forward(
         kind = "full" if (getattr(module, "is_causal", True) if is_causal is None else is_causal) else "bidirectional"
     if sliding_window is not None and kind != "masked":
         raise UnsupportedGraphError(
-            f"attention of layer {layer}: sliding_window is {sliding_window}, and the model made no mask with that window; "
-            "allowed: layers whose mask comes from create_sliding_window_causal_mask"
+            f"attention of layer {layer}: sliding_window is {sliding_window}, and the model made no mask with that "
+            "window; allowed: layers whose mask comes from create_sliding_window_causal_mask"
         )
     out = ops.ATTENTION(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attention_mask, None,

@@ -55,16 +55,23 @@ class Transport:
         self._backend = torch_private.new_backend(library, store, rank, size, timedelta(seconds=timeout_s))
 
     def start(self, sent: Tensor, *, is_sum: bool) -> Transfer:
-        """Send this rank's part, of the same shape on every rank: [N, ..] -> [P * N, ..], or [N, ..] if it is a sum."""
+        """Send this rank's part: [N, ..] -> [P * N, ..] in rank order, or [N, ..] if it is a sum.
+
+        Args:
+            sent: contiguous, of the same shape on every rank; ours from now on.
+        """
         assert self._backend is not None, "the transport is closed"
         if not self.is_asynchronous:
             sent = _on_host(sent)
         received = sent if is_sum else sent.new_empty(self._size * sent.shape[0], *sent.shape[1:])
         if sent.numel() == 0:  # gloo refuses to send nothing
             return Transfer(None, received)
+        integers = torch.int32 if sent.numel() * sent.element_size() % 4 == 0 else torch.uint8
+        received_bits = received.view(-1).view(integers)
         if is_sum:
-            return Transfer(self._backend.allreduce([_bits(received)]), received)
-        return Transfer(torch_private.all_gather(self._backend, _bits(received), _bits(sent)), received)
+            return Transfer(self._backend.allreduce([received_bits]), received)
+        sent_bits = sent.view(-1).view(integers)
+        return Transfer(torch_private.all_gather(self._backend, received_bits, sent_bits), received)
 
     def close(self, transfers: Iterable[Transfer]) -> None:
         """Break the connections, so that other ranks' transfers end; `transfers` are those of this rank under way."""
@@ -82,12 +89,6 @@ def _close(dying: list[Any]) -> None:
     """Abort a backend, the first of the list, then drop it and its works: gloo closes what nothing refers to."""
     dying[0].abort()
     dying.clear()
-
-
-def _bits(x: Tensor) -> Tensor:
-    """Return all bits of a contiguous tensor as integers: a view [n]."""
-    flat = x.view(-1)
-    return flat.view(torch.int32 if flat.numel() * flat.element_size() % 4 == 0 else torch.uint8)
 
 
 def _on_host(x: Tensor) -> Tensor:

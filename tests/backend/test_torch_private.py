@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sympy
 import torch
+from functorch.compile import aot_module_simplified, make_boxed_func
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pcp_compiler import torch_private
 from pcp_compiler.backends.pcp_spec import backend
@@ -73,6 +76,12 @@ def test_compile_frame_names_the_compiled_module_or_function() -> None:
     for target in (model, scale):
         (frame,) = probe(target, torch.ones(3, 4), look=lambda gm: torch_private.compile_frame())
         assert (frame.target, frame.foreign) == (target, None)
+
+
+def test_compile_frame_names_a_module_of_torchs_own_files() -> None:
+    linear = nn.Linear(4, 4)
+    (frame,) = probe(linear, torch.ones(3, 4), look=lambda _: torch_private.compile_frame())
+    assert frame.target is linear
 
 
 def test_compile_frame_names_what_runs_uncompiled_in_between() -> None:
@@ -321,6 +330,60 @@ def test_size_expressions_go_to_sympy_and_back() -> None:
     back = torch_private.size_from_expression(mode, 3 * symbol)
     assert isinstance(back, torch.SymInt)
     assert torch_private.size_expression(back) == 3 * symbol
+
+
+def test_size_now_is_the_value_of_the_traced_call() -> None:
+    mode = torch_private.fake_mode_with_symbols()
+    size = torch_private.fake_input(mode, torch.ones(5), frozenset({0}), "x").shape[0]
+    assert [torch_private.size_now(value) for value in (size, 2 * size, 7)] == [5, 10, 7]
+    assert [torch_private.is_number(value) for value in (size, 2 * size, 7)] == [False, False, True]
+    _, width = torch_private.new_row_symbol(mode)
+    assert torch_private.size_now(width) is width
+
+
+def test_a_class_that_handles_ops_itself_is_told_from_one_that_does_not() -> None:
+    class Named(Tensor):
+        pass
+
+    plain = torch.ones(3)
+    assert not any(map(torch_private.overrides_dispatch, (plain, nn.Parameter(plain), plain.as_subclass(Named))))
+    assert torch_private.overrides_dispatch(torch_private.fake_mode_with_symbols().from_tensor(plain))
+
+
+def test_inputs_that_are_written_in_place_are_known_inside_an_aot_compiler() -> None:
+    seen: list[list[int]] = []
+
+    def watching_compiler(gm: fx.GraphModule, _inputs: Sequence[object]) -> Callable[..., Any]:
+        seen.append(torch_private.mutated_inputs())
+        return make_boxed_func(gm.forward)  # type: ignore[no-any-return]
+
+    def add_to_second(x: Tensor, y: Tensor) -> Tensor:
+        y += x
+        return x * 2
+
+    def watching_backend(gm: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
+        return aot_module_simplified(gm, inputs, fw_compiler=watching_compiler)  # type: ignore[no-any-return]
+
+    for function in (scale, add_to_second):
+        arguments = [torch.ones(3) for _ in signature(function).parameters]
+        torch.compile(function, backend=watching_backend)(*arguments)
+    assert [len(positions) for positions in seen] == [0, 1]
+
+
+def traced_fault(function: Callable[[Tensor], object], x: Tensor) -> BaseException:
+    """Return what tracing a function raises."""
+    mode = torch_private.fake_mode_with_symbols()
+    with pytest.raises(Exception) as caught, mode:
+        make_fx(function)(mode.from_tensor(x))
+    return caught.value
+
+
+def test_faults_of_tracing_are_told_apart() -> None:
+    value = traced_fault(lambda x: x if x.sum() > 0 else -x, torch.ones(3))
+    devices = traced_fault(lambda x: x @ torch.ones(3, 2, device="meta"), torch.ones(4, 3))
+    other = traced_fault(lambda x: x.view(5), torch.ones(3))
+    assert [torch_private.value_was_read(fault) for fault in (value, devices, other)] == [True, False, False]
+    assert [torch_private.devices_differ(fault) for fault in (value, devices, other)] == [False, True, False]
 
 
 def test_an_active_profiler_is_seen() -> None:

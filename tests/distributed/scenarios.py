@@ -313,16 +313,17 @@ def fail_after(num_collectives: int) -> Callable[[Program], Program]:
     return failing
 
 
-def call_with(compiled: Any, change: Callable[[Program], Program], *, only: bool) -> Tensor:
+def call_with(
+    compiled: Any, change: Callable[[Program], Program], *, only: bool, device: torch.device | None = None
+) -> Tensor:
     """Call with a changed program, on one rank only; the program is whole again afterwards."""
     (entry,) = pcp_compiler.compilations(compiled)
     whole = entry.lowered
     function = whole.program.function
-    if not only:
-        return compiled(make_ids(21))  # type: ignore[no-any-return]
     changed = replace(whole.program, function=lambda *inputs: change(function(*inputs)))
-    with replaced(entry, "lowered", replace(whole, program=changed)):
-        return compiled(make_ids(21))  # type: ignore[no-any-return]
+    with replaced(entry, "lowered", replace(whole, program=changed) if only else whole):
+        out: Tensor = compiled(make_ids(21).to(device or "cpu"))
+    return out
 
 
 # --- ranks lag -------------------------------------------------------------------------------------------------------

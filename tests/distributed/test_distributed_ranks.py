@@ -10,7 +10,7 @@ from tests.distributed import scenarios
 from tests.distributed.run_ranks import Ended, run_ranks
 from tests.distributed.scenarios import LENGTHS, ODD, SLOW_S, STEP_S, WORLD_SIZE, Failure
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 QUICK_S = 10.0
 """Far below the time-outs of these tests: the error was told, not waited for. Compiling is part of it."""
 

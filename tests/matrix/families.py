@@ -131,5 +131,6 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("Llama", "pcp_spec", torch.float16, tolerance=5e-3),
     Variant("Llama", "pcp_spec", torch.bfloat16, tolerance=4e-2),
     Variant("Llama", "eager", refusal="multiplies tokens by tokens"),
+    Variant("Mixtral", "pcp_spec", experts="eager", refusal="asks for the value of a tensor"),
     Variant("Llama 4", "pcp_spec", experts="pcp_spec", refusal="fixes the number of tokens"),
 )

@@ -58,7 +58,7 @@ def test_the_matrix_holds_every_family_that_must_be_equal(attention: str) -> Non
 @pytest.mark.parametrize("family", families.MOE)
 def test_the_matrix_holds_every_way_to_run_experts(family: str) -> None:
     held = {(v.experts, v.dtype, v.tolerance) for v in VARIANTS if v.family == family and v.attention == "pcp_spec"}
-    assert held == {
+    assert held >= {
         ("batched_mm", torch.float64, 1e-6),
         ("grouped_mm", FLOAT32, 1e-5),
         ("pcp_spec", torch.float64, 1e-6),

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from pcp_compiler import ops
 from pcp_compiler.errors import UnsupportedGraphError
 from pcp_compiler.graph_text import format_graph
 from pcp_compiler.pipeline import run_pass
@@ -115,6 +116,18 @@ def bidirectional_attention(input_ids: Tensor, table: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(x, x, x)
 
 
+def one_sort_by_expert_and_one_whose_rows_meet(input_ids: Tensor, table: Tensor) -> Tensor:
+    x = F.embedding(input_ids, table)[0]
+    for meet in (torch.relu, lambda rows: rows.cumsum(0)):
+        expert_ids, order = (input_ids[0] % 4).sort()
+        ends = torch.histc(expert_ids.float(), 4, 0, 3).cumsum(0, dtype=torch.int32)
+        rows = meet(ops.GROUPED_MM(x[order], table.expand(4, 16, 16), ends))
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.shape[0])
+        x = rows[inverse]
+    return x
+
+
 def mean_of_tokens(input_ids: Tensor, table: Tensor) -> Tensor:
     x = F.embedding(input_ids, table)
     return x.relu() - x.mean(1, keepdim=True)
@@ -130,6 +143,7 @@ def all_rows_of_tokens_merged_with_the_batch(input_ids: Tensor, table: Tensor) -
         ("explicit_shapes", size_of_a_maximum, 1),
         ("canonicalize_attention", one_causal_mask_and_one_that_is_not, 1),
         ("canonicalize_attention", bidirectional_attention, 1),
+        ("canonicalize_experts", one_sort_by_expert_and_one_whose_rows_meet, 1),
         ("infer_placements", mean_of_tokens, 1),
         ("shard_tokens", all_rows_of_tokens_merged_with_the_batch, 2),
     ],
