@@ -2,9 +2,9 @@
 
 Before:
     %le : bool[1, 1, T, T] = ...                                  # arange <= arange
-    %attention : f32[1, T, 4, 16] = pcp.attention(%q, %k, %v, %le, None, layer=0, kind='masked', scale=0.25)
+    %attention : f32[1, T, 4, 16] = pcp.attention.default(%q, %k, %v, %le, None, layer=0, kind='masked', scale=0.25)
 After:
-    %attention : f32[1, T, 4, 16] = pcp.attention(%q, %k, %v, None, None, layer=0, kind='full', scale=0.25)
+    %attention : f32[1, T, 4, 16] = pcp.attention.default(%q, %k, %v, None, None, layer=0, kind='full', scale=0.25)
 
 Why here: before infer_placements, which could not shard a [T, T] mask; the calls themselves became `pcp::attention`
     while the model was traced, since after functionalisation an attention is no longer one call.
@@ -52,7 +52,7 @@ class CanonicalizeAttention(Pass):
                 raise refuse(node, "attention without a causal mask: rows would see later rows", KNOB)
 
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-        masked = [node for node in calls(gm, ops.ATTENTION) if node.kwargs["kind"] == "masked"]
+        masked = [node for node in calls(gm, ops.ATTENTION) if node.kwargs["kind"] in ("masked", "padded")]
         proven: set[fx.Node] = set()
         for node in masked:
             mask = node.args[3]
@@ -60,6 +60,7 @@ class CanonicalizeAttention(Pass):
             if mask not in proven:
                 _prove_causal(gm, node, mask, ctx)
                 proven.add(mask)
+        for node in masked:
             node.update_arg(3, None)
             node.update_kwarg("kind", "full")
         erase_unused(gm)
@@ -76,8 +77,9 @@ def _prove_causal(gm: fx.GraphModule, attention: fx.Node, mask: fx.Node, ctx: Pa
     needed = _ancestors(mask)
     checks = [_input_check(node, attention, needed, ctx) for node in needed if node.op == "placeholder"]
     length = num_tokens(gm, ctx.seeds)
+    proven = _is_causal if attention.kwargs["kind"] == "masked" else _is_all_ones
     for tokens in (length,) if isinstance(length, int) else PROOF_LENGTHS:
-        if not _is_causal(_evaluate(needed, mask, length, tokens, ctx), tokens):
+        if not proven(_evaluate(needed, mask, tokens, ctx), tokens):
             raise refuse(attention, f"its mask is not the causal one at {tokens} tokens", KNOB)
     ctx.decisions.add("masks", f"{attention.name}: mask {mask.name} proven causal")
     ctx.decisions.call_checks.extend(c for c in checks if c is not None and c not in ctx.decisions.call_checks)
@@ -106,15 +108,21 @@ def _input_check(node: fx.Node, attention: fx.Node, needed: list[fx.Node], ctx: 
     raise refuse(attention, f"its mask depends on the values of input {node.name}", KNOB)
 
 
-def _evaluate(needed: list[fx.Node], mask: fx.Node, length: int | torch.SymInt, tokens: int, ctx: PassContext) -> Tensor:
-    """Compute the mask for a number of tokens: consecutive positions, padding flags all one."""
-    symbol = size_expression(length)
+def _evaluate(needed: list[fx.Node], mask: fx.Node, tokens: int, ctx: PassContext) -> Tensor:
+    """Compute the mask for a number of tokens: consecutive positions, padding flags all one.
+
+    Every symbol stands for T: what a mask is made of are the lengths of the prompt and of its companions.
+    """
+
+    def size_of(size: int | torch.SymInt) -> int:
+        expression = size_expression(size)
+        return int(expression.subs({symbol: tokens for symbol in expression.free_symbols}))
 
     def example(node: fx.Node) -> object:
         value = node.meta["val"]
-        if isinstance(value, torch.SymInt):
-            return int(size_expression(value).subs({symbol: tokens}))
-        shape = [int(size_expression(size).subs({symbol: tokens})) for size in value.shape]
+        if not isinstance(value, Tensor):
+            return size_of(value)
+        shape = [size_of(size) for size in value.shape]
         if node.name in ctx.position_inputs:
             return torch.arange(tokens, dtype=value.dtype, device=value.device).expand(shape)
         return torch.ones(shape, dtype=value.dtype, device=value.device)
@@ -131,6 +139,11 @@ def _evaluate(needed: list[fx.Node], mask: fx.Node, length: int | torch.SymInt, 
     result = values[mask]
     assert isinstance(result, Tensor)
     return result
+
+
+def _is_all_ones(mask: Tensor, _tokens: int) -> bool:
+    """Return whether padding flags that reached the attention hide nothing when the caller's are all one."""
+    return bool((mask == 1).all())
 
 
 def _is_causal(mask: Tensor, tokens: int) -> bool:

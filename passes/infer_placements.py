@@ -83,8 +83,6 @@ def infer(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, Verdict]:
     return verdicts
 
 
-
-
 def _judge(
     node: fx.Node, verdicts: Mapping[fx.Node, Verdict], sizes: Callable[[fx.Node], tuple[int, ...]], tokens: int,
     ctx: PassContext,

@@ -38,6 +38,7 @@ from pcp_compiler.sizes import SizeNodes
 from pcp_compiler.torch_private import new_row_symbol, size_expression, size_from_expression
 from pcp_compiler.trace import num_tokens
 
+aten = torch.ops.aten
 LOCAL_ROWS, RESTORE = "local_rows", "restore"
 
 
@@ -49,7 +50,8 @@ class ShardTokens(Pass):
     keeps_signature: ClassVar[bool] = False
 
     def requires(self, gm: fx.GraphModule, ctx: PassContext) -> None:
-        if any("verdict" not in n.meta for n in gm.graph.nodes if n.op == "call_function"):
+        is_sharded = find_index_input(gm, LOCAL_ROWS) is not None
+        if not is_sharded and any("verdict" not in n.meta for n in gm.graph.nodes if n.op == "call_function"):
             raise InvariantError("shard_tokens runs after infer_placements")
 
     def __call__(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
@@ -146,13 +148,19 @@ class _Rewriter:
 
     def _make_whole(self, node: fx.Node) -> fx.Node:
         verdict = node.meta["verdict"]
-        sharded = [source for source in tensor_inputs(node) if self._has_rows(source)]
-        cheap = node.target in REPLAYED_WHOLE and len(sharded) == 1 and self._numel(sharded[0]) <= self._numel(node)
-        if cheap or self._is_free(node):
+        if self._is_free(node) or self._is_replayed(node):
             return self._copy(node, self.whole)
         self._check_plain(node, verdict.out)
         local = self.local(node, verdict.out)
         return self._add(node, ops.UNSHARD, (local, self._restore, verdict.out.dim), node.meta["val"])
+
+    def _is_replayed(self, node: fx.Node) -> bool:
+        """Return whether to gather further up: this op's complete result is made from its complete input for nothing."""
+        sharded = [source for source in tensor_inputs(node) if self._has_rows(source)]
+        if node.target not in REPLAYED_WHOLE or len(sharded) != 1 or self._numel(sharded[0]) > self._numel(node):
+            return False
+        source = sharded[0]
+        return _is_plain(source.meta["verdict"].out) or self._is_free(source) or self._is_replayed(source)
 
     def _make_local(self, node: fx.Node, rows: Rows) -> fx.Node:
         verdict = node.meta["verdict"]
@@ -169,13 +177,19 @@ class _Rewriter:
     def _inputs_for(self, node: fx.Node, wanted: Rows) -> tuple[Rows | None, ...] | None:
         """Find input rows for which the rule of a value made of sizes gives the wanted rows; None: shard it here.
 
-        Shards move up this way to the iota that the value was made of, so that one selection serves all layers.
+        Shards move up this way to the iota that the value was made of, so that one selection serves all layers; rows
+        that were made by repeating a value are repeated W times instead of T.
         """
         inputs = tensor_inputs(node)
+        if node.target is aten.expand.default and self._is_repeated(inputs[0], node, wanted):
+            return (None,)
         rule = find_rule(node.target)
         if node.op != "call_function" or rule is None or not 1 <= len(inputs) <= 2:
             return None
-        options = [(None, *(Rows(dim) for dim in range(source.meta["val"].dim()))) for source in inputs]
+        options = [
+            (None, *(Rows(dim) for dim, size in enumerate(self._sizes_of(source)) if size == self._tokens))
+            for source in inputs
+        ]
         for chosen in itertools.product(*options):
             rows_of = dict(zip(inputs, chosen, strict=True))
             if not any(chosen) or tuple(rows_of[source] for source in inputs) != chosen:
@@ -184,6 +198,11 @@ class _Rewriter:
             if isinstance(verdict, Local) and verdict.out == wanted and verdict.inputs == chosen:
                 return chosen
         return None
+
+    def _is_repeated(self, source: fx.Node, expanded: fx.Node, rows: Rows) -> bool:
+        """Return whether an expand makes its rows by repeating one value."""
+        dim = rows.dim - (len(self._sizes_of(expanded)) - len(self._sizes_of(source)))
+        return dim < 0 or self._sizes_of(source)[dim] == 1
 
     def _is_free(self, node: fx.Node) -> bool:
         """Return whether every rank can compute the whole value without a collective or float work on all rows."""
@@ -209,7 +228,7 @@ class _Rewriter:
         return numel
 
     def _check_plain(self, node: fx.Node, rows: Rows) -> None:
-        if rows != Rows(rows.dim):
+        if not _is_plain(rows):
             raise refuse(
                 node, f"token rows are merged with other dims here ({rows}) and cannot be sharded or gathered",
                 "keep the token dim on its own where all tokens are needed",
@@ -246,7 +265,9 @@ class _Rewriter:
         if node.target in SIZE_ARGUMENT and isinstance(verdict.out, Rows):
             position = SIZE_ARGUMENT[node.target]
             sizes = list(args[position])
-            sizes[verdict.out.dim] = self._size_nodes.node_for(self._with_width(node.meta["val"].shape[verdict.out.dim]))
+            sizes[verdict.out.dim] = self._size_nodes.node_for(
+                self._with_width(node.meta["val"].shape[verdict.out.dim])
+            )
             args = (*args[:position], sizes, *args[position + 1 :])
         if node.target is ops.ATTENTION:
             args = (*args[:4], self._local_rows)
@@ -296,3 +317,8 @@ class _Rewriter:
             return stride
         expression = size_expression(stride)
         return int(expression.subs({symbol: self._tokens for symbol in expression.free_symbols}))
+
+
+def _is_plain(rows: Rows | None) -> bool:
+    """Return whether the token dim stands on its own, as shard and unshard need it."""
+    return rows is None or rows == Rows(rows.dim)

@@ -407,6 +407,12 @@ class Config(_Values):
     def __hash__(self) -> int:
         return hash(self.key())
 
+    def with_pcp_size(self, pcp_size: int) -> Config:
+        """Return the same config for another number of ranks."""
+        values = self.resolved()
+        values["parallel"]["pcp_size"] = pcp_size
+        return load_config(values)
+
     def resolved(self) -> dict[str, Any]:
         """Return a plain, JSON-able dict with every default filled in and each choice that needs no model decided."""
         values = self.model_dump()

@@ -6,16 +6,27 @@ All of them derive from `ValueError` and from Dynamo's `ShortenTraceback`, so th
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
+from typing import Self
 
 from torch._dynamo.exc import ShortenTraceback
+
+
+_PROJECT_FOLDER = str(Path(__file__).parent)
 
 
 class PcpError(ShortenTraceback, ValueError):
     """Base of all errors that a user can cause: the message names the field or node, the value, and the knob."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, first_useful_frame=sys._getframe(1))
+        super().__init__(message, first_useful_frame=None)
+
+    def remove_dynamo_frames(self) -> Self:
+        """Return the error with a traceback that starts at our first frame; Dynamo calls this before it raises."""
+        step = self.__traceback__
+        while step is not None and not step.tb_frame.f_code.co_filename.startswith(_PROJECT_FOLDER):
+            step = step.tb_next
+        return self if step is None else self.with_traceback(step)
 
 
 class ConfigError(PcpError):

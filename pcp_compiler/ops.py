@@ -17,16 +17,17 @@ from torch import Tensor
 
 _lib = torch.library.Library("pcp", "DEF")  # lives as long as the process
 
-ATTENTION_KINDS = ("full",)
+ATTENTION_KINDS = ("full", "sliding_window")
 """Attention kinds that can be sharded. Traces also hold the kinds below, which a pass has to resolve first."""
 UNRESOLVED_KINDS = {
     "masked": "a mask that was not proven to be the causal one",
+    "padded": "causal with the caller's padding flags [B, T], not yet required to be all ones",
     "bidirectional": "attention without a causal mask",
 }
 
 _lib.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? q_rows, *, int layer, str kind, float scale)"
-    " -> Tensor"
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? q_rows, *, int layer, str kind, float scale,"
+    " int? window=None, float? soft_cap=None, Tensor? sinks=None) -> Tensor"
 )
 _lib.define("shard(Tensor x, Tensor local_rows, int dim) -> Tensor")
 _lib.define("unshard(Tensor x, Tensor restore, int dim) -> Tensor")
@@ -35,28 +36,82 @@ _lib.define("gather_wait(Tensor expanded, Tensor[] xs, Tensor restore, int[] dim
 _lib.define("restore_rows(Tensor x, Tensor sources, Tensor rank, int dim) -> Tensor")
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, q_rows: Tensor | None, *, layer: int,
-              kind: str, scale: float) -> Tensor:  # fmt: skip
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    q_rows: Tensor | None,
+    *,
+    layer: int,
+    kind: str,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of query rows over all key rows; the reference of `pcp::attention`.
 
     Args:
         q: [B, W, Hq, D]. k: [B, T, Hkv, D]. v: [B, T, Hkv, Dv]; Hq is a multiple of Hkv.
-        mask: kind "masked" only: what the model gave to SDPA, broadcastable to [B, Hq, W, T].
+        mask: kind "masked": what the model gave to SDPA, broadcastable to [B, Hq, W, T]; kind "padded": [B, T] flags.
         q_rows: [W] int64, the global row of each query row; None: query row i is global row i (W = T).
         layer: number of the layer, for messages. scale: factor on q.k.
+        window: rows that a row sees, itself included; None: all before it.
+        soft_cap: scores s become soft_cap * tanh(s / soft_cap).
+        sinks: [Hq] scores of a key without a value, one a head.
     Returns:
-        [B, W, Hq, Dv]. Row i sees the keys 0..q_rows[i].
+        [B, W, Hq, Dv]. Row r = q_rows[i] sees the keys max(0, r - window + 1)..r.
     """
     if q.shape[1] == 0:
         return q.new_empty(*q.shape[:3], v.shape[3])
-    if q_rows is not None:
-        columns = torch.arange(k.shape[1], device=q.device)
-        mask = columns <= q_rows[:, None]
+    is_plain = q_rows is None and window is None and kind in ("full", "masked", "bidirectional")
+    seen = mask if is_plain else _seen_keys(q, k, q_rows, window, mask)
+    if soft_cap is not None or sinks is not None:
+        if seen is None:
+            seen = _seen_keys(q, k, q_rows, window, None)
+        return _scored_attention(q, k, v, seen, scale, soft_cap, sinks)
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask,
-        is_causal=kind == "full" and q_rows is None, scale=scale, enable_gqa=q.shape[2] != k.shape[2],
-    )  # fmt: skip
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=seen,
+        is_causal=kind == "full" and seen is None,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
     return out.transpose(1, 2).contiguous()
+
+
+def _seen_keys(q: Tensor, k: Tensor, q_rows: Tensor | None, window: int | None, padding: Tensor | None) -> Tensor:
+    """Return which keys a query row sees: [W, T], or [B, 1, W, T] with padding flags [B, T]."""
+    columns = torch.arange(k.shape[1], device=q.device)
+    rows = (columns if q_rows is None else q_rows)[:, None]
+    seen = columns <= rows
+    if window is not None:
+        seen = seen & (columns > rows - window)
+    return seen if padding is None else seen & padding.bool()[:, None, None, :]
+
+
+def _scored_attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, soft_cap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention with the scores in hand, for soft caps and sinks; softmax in float32 or wider, as transformers does."""
+    batch, _, kv_heads, _ = k.shape
+    group = q.shape[2] // kv_heads
+    grouped = q.transpose(1, 2).unflatten(1, (kv_heads, group))
+    scores = torch.matmul(grouped, k.transpose(1, 2).unsqueeze(2).transpose(-1, -2)) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    hidden = ~(seen if seen.dim() == 2 else seen.unsqueeze(2))
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        columns = sinks.reshape(1, kv_heads, group, 1, 1).expand(batch, -1, -1, q.shape[1], 1).to(scores.dtype)
+        scores = torch.cat([scores, columns], dim=-1)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)[..., : k.shape[1]]
+    out = torch.matmul(weights, v.transpose(1, 2).unsqueeze(2))
+    return out.flatten(1, 2).transpose(1, 2).contiguous()
 
 
 def shard(x: Tensor, local_rows: Tensor, dim: int) -> Tensor:
@@ -105,7 +160,9 @@ def _unpack_rows(rows: Tensor, like: Tensor, dim: int) -> Tensor:
 
 
 def _needs_ranks(*_args: object, **_kwargs: object) -> Tensor:
-    raise RuntimeError("a pcp collective runs for all ranks at once: run the graph with pcp_compiler.ranks.run_lockstep")
+    raise RuntimeError(
+        "a pcp collective runs for all ranks at once: run the graph with pcp_compiler.ranks.run_lockstep"
+    )
 
 
 def _with_rows(x: Tensor, dim: int, num_rows: int | torch.SymInt) -> Tensor:

@@ -82,12 +82,19 @@ def erase_unused(gm: fx.GraphModule) -> int:
     FX's own dead-code elimination asks a module-level table whether a node is impure and drops in-place method calls;
     here only calls of ops with a pure schema go, and placeholders and collectives always stay.
     """
-    erased = 0
-    for node in reversed(list(gm.graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users and not _has_effect(node):
-            gm.graph.erase_node(node)
-            erased += 1
-    return erased
+    unused = unused_nodes(gm)
+    for node in unused:
+        gm.graph.erase_node(node)
+    return len(unused)
+
+
+def unused_nodes(gm: fx.GraphModule) -> list[fx.Node]:
+    """Return the nodes that `erase_unused` would erase, users before what they use."""
+    unused: dict[fx.Node, None] = {}
+    for node in reversed(gm.graph.nodes):
+        if node.op in ("call_function", "get_attr") and not _has_effect(node) and all(u in unused for u in node.users):
+            unused[node] = None
+    return list(unused)
 
 
 def _has_effect(node: fx.Node) -> bool:

@@ -286,10 +286,12 @@ def unsqueeze(call: Call, node: fx.Node, rows: Rows) -> Verdict | None:
 
 @_first_rule(*_overloads("squeeze", "squeeze.dim", "squeeze.dims"))
 def squeeze(call: Call, node: fx.Node, rows: Rows) -> Verdict | None:
-    """Dims of size 1 before the rows vanish."""
+    """Dims of size 1 before the rows vanish; the rows themselves may not be asked for, a rank may have one."""
     shape = call.sizes(node)
     wanted = call.arg(1, "dim", list(range(len(shape))))
     dims = {d % len(shape) for d in _as_list(wanted)}
+    if rows.dim in dims:
+        return None
     gone = sum(1 for d in dims if d < rows.dim and shape[d] == 1)
     return Local(Rows(rows.dim - gone, rows.outer, rows.inner), (rows,))
 
@@ -333,16 +335,22 @@ def _is_full_slice(call: Call, node: fx.Node) -> bool:
 @_rule(*_overloads("cat"))
 def cat(call: Call) -> Verdict | None:
     """Along another dim as pointwise; along the rows only when all other parts are empty (a fresh HF cache)."""
-    parts = [node for node in call.tensors if 0 not in call.sizes(node)]
-    with_rows = [rows for node in parts if (rows := call.rows(node)) is not None]
+    dim = call.dim(1, "dim", len(call.shape), default=0)
+    with_rows = [rows for node in call.tensors if (rows := call.rows(node)) is not None]
     if not with_rows:
         return Whole(None)
-    if any(rows != with_rows[0] for rows in with_rows):
-        return None
     rows = with_rows[0]
-    if call.dim(1, "dim", len(call.shape), default=0) == rows.dim and len(parts) > 1:
+    if any(other != rows for other in with_rows):
+        return None
+    parts = [node for node in call.tensors if not _is_nothing(call.sizes(node), dim, rows)]
+    if dim == rows.dim and len(parts) > 1:
         return Whole(None, "joins tensors along the tokens")
     return Local(rows, tuple(rows if node in parts else None for node in call.tensors))
+
+
+def _is_nothing(shape: tuple[int, ...], dim: int, rows: Rows) -> bool:
+    """Return whether a part of a cat adds nothing to any number of rows."""
+    return shape == (0,) or (dim == rows.dim and shape[dim] == 0)
 
 
 @_rule(*_overloads("stack"))
@@ -451,7 +459,7 @@ def pad(call: Call, node: fx.Node, rows: Rows) -> Verdict | None:
     """Padding another dim keeps the rows."""
     widths = _as_list(call.arg(1, "pad"))
     first_padded = len(call.sizes(node)) - len(widths) // 2
-    if rows.dim >= first_padded and any(widths[2 * (len(call.shape) - 1 - rows.dim):][:2]):
+    if rows.dim >= first_padded and any(widths[2 * (len(call.shape) - 1 - rows.dim) :][:2]):
         return Whole(None, "pads the tokens")
     return Local(rows, (rows,))
 
@@ -501,8 +509,8 @@ def _matmul(call: Call, a: fx.Node, b: fx.Node, addends: tuple[fx.Node, ...]) ->
         out, need_a, need_b = ra, ra, None
     elif (rb is not None and rb.dim == column) and ra is None:
         out, need_a, need_b = rb, None, rb
-    elif ndim == 3 and {rows.dim for rows in (ra, rb) if rows is not None} == {0}:
-        batch = ra if ra is not None else rb
+    elif ndim == 3 and all(rows is None or rows.dim == 0 for rows in (ra, rb)) and (ra is None or rb in (None, ra)):
+        batch = ra or rb
         assert batch is not None
         out, need_a, need_b = batch, batch, batch
     else:
@@ -517,23 +525,27 @@ def _matmul(call: Call, a: fx.Node, b: fx.Node, addends: tuple[fx.Node, ...]) ->
 def embedding(call: Call) -> Verdict | None:
     """weight [V, H], indices [.., T] -> [.., T, H]."""
     weight, indices = call.tensor(0), call.tensor(1)
-    if call.rows(weight) is not None:
-        return Whole(None, "looks tokens up in a table of tokens")
-    rows = call.rows(indices)
+    rows, table_rows = call.rows(indices), call.rows(weight)
+    if table_rows is not None:
+        return Whole(None, "looks tokens up in a table of tokens") if table_rows.dim == 0 else None
     return Local(rows, (None, rows))
 
 
-@_rule(*_overloads("gather", "scatter.value", "scatter.src", "scatter_add", "take_along_dim"))
+@_rule(*_overloads("gather", "scatter.value", "scatter.src", "scatter_add"))
 def along_rows(call: Call) -> Verdict | None:
-    """Indexes within a row when its dim is not the rows'."""
+    """Indexes within a row when its dim is not the rows'; a gather may also look rows up in a complete table."""
     with_rows = [rows for node in call.tensors if (rows := call.rows(node)) is not None]
     if not with_rows:
         return Whole(None)
-    if any(rows != with_rows[0] for rows in with_rows):
+    rows = with_rows[0]
+    if any(other != rows for other in with_rows):
         return None
-    if call.dim(1, "dim", len(call.sizes(call.tensors[0]))) == with_rows[0].dim:
-        return Whole(None, "indexes among the tokens")
-    return Local(with_rows[0], (with_rows[0],) * len(call.tensors))
+    if call.dim(1, "dim", len(call.sizes(call.tensors[0]))) == rows.dim:
+        is_lookup = call.node.target is aten.gather.default and call.rows(call.tensors[0]) is None
+        return Local(rows, (None, rows)) if is_lookup else Whole(None, "indexes among the tokens")
+    if len({call.sizes(node)[rows.dim] for node in call.tensors}) > 1:
+        return None
+    return Local(rows, (rows,) * len(call.tensors))
 
 
 @_rule(*_overloads("index.Tensor", "index_select"))
@@ -594,7 +606,7 @@ def _as_list(value: object) -> list:  # type: ignore[type-arg]
 REPLAYED_WHOLE: Mapping[object, None] = dict.fromkeys(
     _overloads(
         "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "squeeze.dim", "squeeze.dims", "transpose.int",
-        "permute", "t", "expand", "clone", "detach", "alias", "cat",
+        "permute", "t", "expand", "slice.Tensor", "clone", "detach", "alias", "cat",
     )
 )  # fmt: skip
 """Ops that move no data worth a collective: their complete result is made from their complete input."""

@@ -10,10 +10,18 @@ import sympy
 import torch
 from torch import fx
 
-from pcp_compiler.errors import UnsupportedGraphError
 from pcp_compiler.torch_private import size_expression
 
 aten = torch.ops.aten
+_OPERATIONS: dict[str, Callable[[object, object], object]] = {
+    "Add": operator.add,
+    "Mul": operator.mul,
+    "Pow": operator.pow,
+    "FloorDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+}
+"""Sympy's name of an operation on sizes, and the Python operator that computes it."""
 
 
 class SizeNodes:
@@ -32,6 +40,15 @@ class SizeNodes:
             if isinstance(value, torch.SymInt):
                 self._nodes.setdefault(size_expression(value), node)
 
+    def find_obstacle(self, size: int | torch.SymInt) -> str | None:
+        """Return why no node can hold a size; None: `node_for` makes one."""
+        for part in sympy.preorder_traversal(size_expression(size)):
+            if part.is_Symbol and part not in self._nodes and self._find_input(part) is None:
+                return f"its size {size} depends on the values of a tensor"
+            if not part.is_Symbol and not part.is_Integer and type(part).__name__ not in _OPERATIONS:
+                return f"its size is {size}; allowed: sums, products, // and % of input sizes"
+        return None
+
     def node_for(self, size: int | torch.SymInt) -> int | fx.Node:
         """Return the size itself when it is a number, else a node that holds it."""
         expression = size_expression(size)
@@ -47,28 +64,23 @@ class SizeNodes:
         return self._nodes[expression]
 
     def _base(self, symbol: sympy.Expr) -> fx.Node:
+        found = self._find_input(symbol)
+        assert found is not None, f"symbol {symbol} is not a size of any input"
+        node, dim = found
+        return self._insert(aten.sym_size.int, found, node.meta["val"].shape[dim])
+
+    def _find_input(self, symbol: sympy.Expr) -> tuple[fx.Node, int] | None:
+        """Return an input tensor and the dim of it that a symbol is the size of."""
         for node in self._graph.find_nodes(op="placeholder"):
             value = node.meta["val"]
             if isinstance(value, torch.Tensor):
                 for dim, size in enumerate(value.shape):
                     if size_expression(size) == symbol:
-                        return self._insert(aten.sym_size.int, (node, dim), size)
-        raise AssertionError(f"symbol {symbol} is not a size of any input")
+                        return node, dim
+        return None
 
     def _compound(self, expression: sympy.Expr, size: int | torch.SymInt | None) -> fx.Node:
-        combine: Callable[[object, object], object]
-        if expression.is_Add:
-            combine = operator.add
-        elif expression.is_Mul:
-            combine = operator.mul
-        elif type(expression).__name__ == "FloorDiv":
-            combine = operator.floordiv
-        elif type(expression).__name__ in ("Mod", "PythonMod"):
-            combine = operator.mod
-        else:
-            raise UnsupportedGraphError(
-                f"a tensor size is {expression}; allowed: sums, products, // and % of input sizes"
-            )
+        combine = _OPERATIONS[type(expression).__name__]
         parts = [int(part) if part.is_Integer else self._build(part) for part in expression.args]
 
         def join(a: object, b: object) -> fx.Node:

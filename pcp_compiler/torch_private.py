@@ -66,19 +66,21 @@ def compile_frame() -> CompileFrame | None:
 
 def compiled_target(compiled: object) -> object:
     """Return the module or function that `torch.compile` was given for this compiled object, None if it is none."""
-    if isinstance(compiled, torch._dynamo.eval_frame.OptimizedModule):
-        return compiled._orig_mod
-    if inspect.isfunction(compiled) and "fn" in compiled.__code__.co_freevars:
-        return _unwrap_target(_closure(compiled)["fn"])
+    wrapper = _compile_wrapper(compiled)
+    if isinstance(wrapper, torch._dynamo.eval_frame.OptimizedModule):
+        return wrapper._orig_mod
+    if inspect.isfunction(wrapper) and "fn" in wrapper.__code__.co_freevars:
+        return _unwrap_target(_closure(wrapper)["fn"])
     return None
 
 
 def compiled_options(compiled: object) -> Mapping[str, object] | None:
     """Return the `options` that a `torch.compile` wrapper hands to its backend; None when it has another backend."""
-    if isinstance(compiled, torch._dynamo.eval_frame.OptimizedModule):
-        context = compiled.dynamo_ctx
-    elif inspect.isfunction(compiled) and "self" in compiled.__code__.co_freevars:
-        context = _closure(compiled)["self"]
+    wrapper = _compile_wrapper(compiled)
+    if isinstance(wrapper, torch._dynamo.eval_frame.OptimizedModule):
+        context = wrapper.dynamo_ctx
+    elif inspect.isfunction(wrapper) and "self" in wrapper.__code__.co_freevars:
+        context = _closure(wrapper)["self"]
     else:
         return None
     for layer in _callbacks(getattr(context, "callback", None)):
@@ -133,11 +135,23 @@ def source_example(placeholder: fx.Node) -> object:
 
 
 @contextmanager
+def real_tensors() -> Iterator[None]:
+    """Compute with real tensors inside an AOT compiler, which is called with a fake mode switched on."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield
+
+
+@contextmanager
 def one_trace_settings() -> Iterator[None]:
     """Settings under which one trace serves every length >= 1 (sizes of 0 and 1 and equal sizes stay symbols)."""
     shapes = torch.fx.experimental._config.patch(backed_size_oblivious=True, use_duck_shape=False)  # type: ignore[attr-defined]
-    with shapes, torch._dynamo.config.patch(specialize_float=True):  # type: ignore[attr-defined]
+    with shapes, torch._dynamo.config.patch(specialize_float=True):
         yield
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Let Dynamo make a size of an input a symbol at its first call."""
+    torch._dynamo.mark_dynamic(tensor, dim)
 
 
 def fake_mode_with_symbols() -> FakeTensorMode:
@@ -169,6 +183,16 @@ def new_row_symbol(mode: FakeTensorMode | None) -> tuple[FakeTensorMode, torch.S
     return mode, width
 
 
+def is_at_most_one(size: int | torch.SymInt) -> bool:
+    """Return whether a size is known to be 0 or 1."""
+    return bool(torch.fx.experimental.symbolic_shapes.statically_known_true(size <= 1))
+
+
+def is_surely_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Return whether two sizes are equal, guarding on it when they are symbols with equal values."""
+    return bool(torch.fx.experimental.symbolic_shapes.guard_or_false(a == b))
+
+
 def size_expression(size: int | torch.SymInt) -> sympy.Expr:
     """Return a size as a sympy expression over the graph's symbols."""
     if isinstance(size, torch.SymInt):
@@ -184,6 +208,13 @@ def size_from_expression(mode: FakeTensorMode, expression: sympy.Expr) -> int | 
     size = mode.shape_env.create_symintnode(expression, hint=None)
     assert isinstance(size, torch.SymInt)
     return size
+
+
+def _compile_wrapper(compiled: object) -> object:
+    """Return what `torch.compile` returned: the object itself, or what `nn.Module.compile` keeps in the module."""
+    if isinstance(compiled, torch.nn.Module) and not isinstance(compiled, torch._dynamo.eval_frame.OptimizedModule):
+        return compiled._compiled_call_impl
+    return compiled
 
 
 def _callbacks(callback: object) -> Iterator[object]:

@@ -7,11 +7,11 @@ calls, and both end in the same `Trace`, which is never edited: whoever lowers i
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,6 +25,8 @@ from pcp_compiler import ops, torch_private
 from pcp_compiler.errors import ConfigError, UnsupportedGraphError
 
 aten = torch.ops.aten
+_TORCH_FOLDER = str(Path(torch.__file__).parent)
+_OUR_FOLDER = str(Path(__file__).parent)
 InputKind = Literal["size", "weight", "user"]
 _READS_SIZES_ONLY = (
     aten.sym_size.int, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
@@ -56,13 +58,18 @@ class Trace:
     """Placeholders with a token dim, and that dim counted from the front."""
 
     def copy_graph(self) -> fx.GraphModule:
-        """Return a graph that a pass may edit. Weights are inputs, so this copies no parameter."""
-        return copy.deepcopy(self.graph_module)
+        """Return a graph that a pass may edit."""
+        return copy_graph(self.graph_module)
 
     @property
     def num_tokens(self) -> int | torch.SymInt:
         """T: a number in a static graph, a symbol in a dynamic one."""
         return num_tokens(self.graph_module, self.seeds)
+
+    @property
+    def is_single_token(self) -> bool:
+        """Whether the graph serves one token only, so that there is nothing to shard."""
+        return torch_private.is_at_most_one(self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,13 @@ class ModuleTrace:
         return pytree.tree_unflatten(leaves, self.out_spec)
 
 
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a graph with nodes and notes of its own; tensors (constants, node values) are shared."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return fx.GraphModule(gm, graph)
+
+
 def num_tokens(gm: fx.GraphModule, seeds: Mapping[str, int]) -> int | torch.SymInt:
     """Return T of a graph: the size of its first seed."""
     name, dim = next(iter(seeds.items()))
@@ -102,7 +116,7 @@ def source_line(node: fx.Node) -> str:
     while todo:
         current = todo.pop(0)
         frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.+)', current.meta.get("stack_trace") or "")
-        own = [frame for frame in frames if "/pcp_compiler/" not in frame[0]]
+        own = [frame for frame in frames if not frame[0].startswith((_TORCH_FOLDER, _OUR_FOLDER))] or frames
         if own:
             path, line, function, code = own[-1]
             return f"{path}:{line} in {function}: {code.strip()}"
@@ -148,7 +162,8 @@ def sdpa_as_pcp(layer: int, query: Tensor, key: Tensor, value: Tensor, attn_mask
         )
     if query.dim() == 3:
         return sdpa_as_pcp(layer, query[None], key[None], value[None], attn_mask, 0.0, is_causal, scale, enable_gqa)[0]
-    kind = "masked" if attn_mask is not None else "full" if is_causal else "bidirectional"
+    is_one_row = torch_private.is_at_most_one(query.shape[2]) and torch_private.is_at_most_one(key.shape[2])
+    kind = "masked" if attn_mask is not None else "full" if is_causal or is_one_row else "bidirectional"
     out = ops.ATTENTION(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask, None, layer=layer, kind=kind,
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
@@ -186,9 +201,7 @@ def dynamo_inputs(gm: fx.GraphModule) -> tuple[TraceInput, ...]:
     return tuple(found)
 
 
-def trace_dynamo_graph(
-    aten_gm: fx.GraphModule, inputs: tuple[TraceInput, ...], tokens: Mapping[str, int]
-) -> Trace:
+def trace_dynamo_graph(aten_gm: fx.GraphModule, inputs: tuple[TraceInput, ...], tokens: Mapping[str, int]) -> Trace:
     """Return the `Trace` of what AOT made of a Dynamo graph, whose placeholders it kept in order.
 
     Args:
@@ -196,7 +209,7 @@ def trace_dynamo_graph(
     Raises:
         UnsupportedGraphError: no token input found, or two of different length.
     """
-    gm = copy.deepcopy(aten_gm)
+    gm = copy_graph(aten_gm)
     placeholders = gm.graph.find_nodes(op="placeholder")
     if len(placeholders) != len(inputs):
         raise UnsupportedGraphError(
@@ -274,7 +287,7 @@ def trace_module(
         out = torch.func.functional_call(module, state, call_args, call_kwargs)
         out_leaves, results["spec"] = pytree.tree_flatten(out)
         results["tensors"] = tuple(i for i, leaf in enumerate(out_leaves) if isinstance(leaf, Tensor))
-        results["constants"] = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in out_leaves)
+        results["constants"] = tuple(None if isinstance(leaf, Tensor) else _plain(leaf) for leaf in out_leaves)
         return [out_leaves[i] for i in results["tensors"]]
 
     with torch.no_grad(), _AttentionMode(), mode:
@@ -293,6 +306,16 @@ def trace_module(
         Trace(gm, inputs, seeds), tuple(weights.values()), bind, results["spec"], results["tensors"],
         results["constants"],
     )  # fmt: skip
+
+
+def _plain(leaf: object) -> object:
+    """Return a result that holds no tensor; objects that may hide some (a KV cache) are refused."""
+    if leaf is None or isinstance(leaf, (bool, int, float, str)):
+        return leaf
+    raise UnsupportedGraphError(
+        f"the module returns a {type(leaf).__name__}, whose tensors cannot be traced; allowed: tensors, numbers, strings "
+        "and containers of them; for transformers models pass use_cache=False"
+    )
 
 
 def _named_leaves(
@@ -392,7 +415,7 @@ def is_positions(entry: TraceInput) -> bool:
 def _check_same_length(lengths: Mapping[str, int | torch.SymInt]) -> None:
     first = next(iter(lengths.values()))
     for size in lengths.values():
-        if not torch.fx.experimental.symbolic_shapes.guard_or_false(size == first):
+        if not torch_private.is_surely_equal(size, first):
             table = ", ".join(f"{name} has {value}" for name, value in lengths.items())
             raise UnsupportedGraphError(
                 f"token inputs have different lengths: {table}; say which ones count tokens in option tokens, "

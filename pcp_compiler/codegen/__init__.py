@@ -1,0 +1,1 @@
+"""Printing a graph as readable Python that runs."""

@@ -1,0 +1,119 @@
+"""The order of the passes, with the reasons, and the runner that checks, times and records each one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from pcp_compiler.config import Config
+from pcp_compiler.errors import InvariantError
+from pcp_compiler.graph_text import count_ops, format_graph
+from pcp_compiler.invariants import check_invariants
+from pcp_compiler.pass_api import Decisions, Pass, PassContext
+from pcp_compiler.passes.canonicalize_attention import CanonicalizeAttention
+from pcp_compiler.passes.explicit_shapes import ExplicitShapes
+from pcp_compiler.passes.gather_kv import GatherKv
+from pcp_compiler.passes.infer_placements import InferPlacements
+from pcp_compiler.passes.restore_rows import RestoreRows
+from pcp_compiler.passes.shard_tokens import ShardTokens
+from pcp_compiler.program import RankProgram, build_program
+from pcp_compiler.trace import Trace, copy_graph, is_positions
+
+log = logging.getLogger(__name__)
+
+CANONICAL_PASSES: tuple[Pass, ...] = (
+    ExplicitShapes(),  # first: later passes change sizes and must not meet -1 or a size read off a tensor
+    CanonicalizeAttention(),  # before placements: a [T, T] mask has rows on two dims and could not be placed
+)
+SHARDING_PASSES: tuple[Pass, ...] = (
+    InferPlacements(),  # decides and refuses before anything is rewritten
+    ShardTokens(),  # carries the placements out, with one plain unshard wherever all rows are needed
+    GatherKv(),  # after shard_tokens: packs its two unshards a layer
+    RestoreRows(),  # last: an unshard that only feeds a row selection is left over once K and V are packed
+)
+
+
+def passes_for(config: Config) -> tuple[Pass, ...]:
+    """Return the passes of a config: nothing is sharded on one rank."""
+    return CANONICAL_PASSES + (SHARDING_PASSES if config.parallel.pcp_size > 1 else ())
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one pass did."""
+
+    name: str
+    num_rewrites: int
+    pass_ms: float
+    check_ms: float
+    num_nodes: int
+    op_counts: Mapping[str, int]
+    graph_module: fx.GraphModule | None = field(repr=False, default=None)
+    """A copy of the graph after the pass, when stages are recorded."""
+
+    def text(self, seeds: Mapping[str, int]) -> str:
+        """Return the recorded graph as text."""
+        assert self.graph_module is not None, "stages were not recorded"
+        return format_graph(self.graph_module, seeds)
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A trace after all passes: the program, what each pass did, what was decided."""
+
+    program: RankProgram
+    stages: tuple[Stage, ...]
+    decisions: Decisions
+
+
+def lower(trace: Trace, config: Config, *, record: bool = False) -> Lowered:
+    """Run the passes of a config over a copy of a trace and print the program.
+
+    Args:
+        record: keep a copy of the graph after each pass, for dumps and inspection.
+    Raises:
+        UnsupportedGraphError: the model cannot be sharded; names node, source line and knob.
+    """
+    gm = trace.copy_graph()
+    ctx = PassContext(
+        config,
+        trace.seeds,
+        position_inputs=frozenset(entry.name for entry in trace.inputs if is_positions(entry)),
+        user_inputs=frozenset(entry.name for entry in trace.inputs if entry.kind == "user"),
+    )
+    stages = [_stage("trace", gm, 0, 0.0, 0.0, record)]
+    for step in passes_for(config):
+        gm, stage = run_pass(step, gm, ctx, record=record)
+        stages.append(stage)
+    gm.recompile()
+    program = build_program(
+        gm, dict(trace.seeds), pcp_size=config.parallel.pcp_size, title=f"prefill, P = {config.parallel.pcp_size}"
+    )
+    return Lowered(program, tuple(stages), ctx.decisions)
+
+
+def run_pass(step: Pass, gm: fx.GraphModule, ctx: PassContext, *, record: bool = False) -> tuple[fx.GraphModule, Stage]:
+    """Run one pass with its conditions, the invariants, and its promise about the signature."""
+    signature = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    step.requires(gm, ctx)
+    started = time.perf_counter()
+    gm, num_rewrites = step(gm, ctx)
+    ended = time.perf_counter()
+    step.ensures(gm, ctx)
+    check_invariants(gm, step.name)
+    if step.keeps_signature and signature != [node.name for node in gm.graph.find_nodes(op="placeholder")]:
+        raise InvariantError(f"{step.name} changed the inputs of the graph")
+    checked = time.perf_counter()
+    stage = _stage(step.name, gm, num_rewrites, 1e3 * (ended - started), 1e3 * (checked - ended), record)
+    log.debug("%s: %d rewrites, %d nodes, %.1f ms", stage.name, num_rewrites, stage.num_nodes, stage.pass_ms)
+    return gm, stage
+
+
+def _stage(name: str, gm: fx.GraphModule, rewrites: int, pass_ms: float, check_ms: float, record: bool) -> Stage:
+    return Stage(
+        name, rewrites, pass_ms, check_ms, len(gm.graph.nodes), count_ops(gm), copy_graph(gm) if record else None
+    )

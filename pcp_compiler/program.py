@@ -1,0 +1,101 @@
+"""Program: what one rank runs for one graph, as Python source and as a function."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pcp_compiler import ops
+from pcp_compiler.codegen.python_source import print_program
+from pcp_compiler.plan.partition import partition_batch
+from pcp_compiler.ranks import ProgramFunction, index_tensors, run_lockstep
+
+InputSpec = tuple[str, torch.dtype | None, Sequence[int | str], str | None, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgram:
+    """The lowered graph of one phase. Ranks run the same program; what differs are its index inputs."""
+
+    graph_module: fx.GraphModule
+    source: str
+    function: ProgramFunction
+    index_roles: tuple[tuple[int, str], ...]
+    """Position among the inputs and role of every index tensor."""
+    schedule: tuple[tuple[str, str], ...]
+    """Node name and op of every collective, in the order every rank runs them."""
+
+    def start(self, inputs: Sequence[object], index: dict[str, Tensor]) -> Any:
+        """Return the generator of one rank: the caller's inputs, then the rank's index tensors."""
+        return self.function(*inputs, *(index[role] for _, role in self.index_roles))
+
+
+def build_program(gm: fx.GraphModule, seeds: dict[str, int], *, pcp_size: int, title: str) -> RankProgram:
+    """Print a lowered graph and load the print."""
+    source = print_program(gm, seeds, pcp_size=pcp_size, title=title)
+    roles = tuple(
+        (position, node.meta["index_input"])
+        for position, node in enumerate(gm.graph.find_nodes(op="placeholder"))
+        if "index_input" in node.meta
+    )
+    schedule = tuple(
+        (node.name, node.target._schema.name.removeprefix("pcp::"))
+        for node in gm.graph.nodes
+        if node.target in ops.COLLECTIVES
+    )
+    return RankProgram(gm, source, load_program(source, title), roles, schedule)
+
+
+def load_program(source: str, title: str) -> ProgramFunction:
+    """Execute a printed program and return its function; tracebacks show its lines."""
+    filename = f"<pcp_spec {title} {abs(hash(source)):x}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    scope: dict[str, Any] = {"__name__": "pcp_spec_program"}
+    exec(compile(source, filename, "exec"), scope)
+    function: ProgramFunction = scope["program"]
+    return function
+
+
+def run_example(
+    program: Callable[..., Any], inputs: Sequence[InputSpec], *, pcp_size: int, num_tokens: int
+) -> list[Sequence[Any]]:
+    """Run a printed program for all ranks on random inputs and print what came out; its `__main__`.
+
+    Args:
+        inputs: name, dtype, sizes ("T" and others by name), role of index tensors, bound of integers.
+        num_tokens: T.
+    """
+    partition = partition_batch([num_tokens], [True], pcp_size=pcp_size, shard_decode=False)
+    generator = torch.Generator().manual_seed(0)
+    caller = [_random_input(spec, num_tokens, generator) for spec in inputs if spec[3] is None]
+    roles = [spec[3] for spec in inputs if spec[3] is not None]
+    index = [index_tensors(partition, rank, torch.device("cpu")) for rank in range(pcp_size)]
+    done = run_lockstep([program(*caller, *(index[rank][role] for role in roles)) for rank in range(pcp_size)])
+    print(f"{num_tokens} tokens on {pcp_size} ranks: {list(partition.per_rank)} rows, width {partition.width}")
+    print(f"{len(done.collectives)} collectives: {', '.join(c.name for c in done.collectives[:6])} ...")
+    for position, value in enumerate(done.outputs[0]):
+        print(f"result {position}: {value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else value)
+    return done.outputs
+
+
+def _random_input(spec: InputSpec, num_tokens: int, generator: torch.Generator) -> Tensor | int:
+    name, dtype, sizes, _, bound = spec
+    shape = [_size_number(name, num_tokens if size == "T" else size) for size in sizes]
+    if dtype is None:
+        return shape[0]
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype) / 16
+    if "position" in name:
+        return torch.arange(num_tokens).expand(shape).to(dtype)
+    return torch.randint(0, bound or 2, shape, generator=generator).to(dtype)
+
+
+def _size_number(name: str, size: int | str) -> int:
+    if isinstance(size, str):
+        raise ValueError(f"input {name}: size {size} is not known; edit INPUTS")
+    return size

@@ -1,0 +1,319 @@
+"""Placement rules against what the ops compute.
+
+A rule that says an op is row-local promises: the op on selected rows equals selected rows of the op on all of them.
+A rule that says an op mixes tokens promises that no dim of its result is like that. Sizes repeat on purpose: rows are
+never recognised by their number.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from pcp_compiler import ops, placement
+from pcp_compiler.errors import ConfigError
+from pcp_compiler.passes.explicit_shapes import SIZE_ARGUMENT
+from pcp_compiler.placement import Call, Layout, Local, Rows, Verdict, Whole, find_rule, register_placement
+
+aten = torch.ops.aten
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def floats(*shape: int) -> Tensor:
+    """Return distinct random numbers."""
+    return torch.randn(shape, generator=GENERATOR, dtype=torch.float64)
+
+
+def ids(*shape: int, below: int = 4) -> Tensor:
+    """Return random integers."""
+    return torch.randint(0, below, shape, generator=GENERATOR)
+
+
+def flags(*shape: int) -> Tensor:
+    """Return random booleans."""
+    return ids(*shape, below=2).bool()
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One call of an op on real tensors."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        shown = [list(a.shape) if isinstance(a, Tensor) else a for a in self.args if not isinstance(a, list)]
+        return f"{self.op}{shown}"
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the call in order of appearance."""
+        parts = [part for arg in self.args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
+        return [part for part in parts if isinstance(part, Tensor)]
+
+    def judge(self, layouts: Sequence[Rows | None], num_tokens: int) -> Verdict | None:
+        """Return what the op's rule says when its tensors have these rows."""
+        graph, nodes = fx.Graph(), []
+        for position, tensor in enumerate(self.tensors):
+            nodes.append(graph.placeholder(f"x{position}"))
+            nodes[-1].meta["val"] = tensor
+        queue = iter(nodes)
+        node = graph.call_function(self.op, self._with_tensors(queue), self.kwargs)
+        node.meta["val"] = self.op(*self.args, **self.kwargs)
+        known = dict(zip(nodes, layouts, strict=True))
+        rule = find_rule(self.op)
+        assert rule is not None
+        return rule(Call(node, _sizes, known.__getitem__, num_tokens))
+
+    def run(self, tensors: Sequence[Tensor], sizes: Sequence[int] | None = None, rows: Tensor | None = None) -> list[Tensor]:
+        """Run the op on other tensors; `sizes` for a view, `rows` the global rows of an attention's queries."""
+        args = list(self._with_tensors(iter(tensors)))
+        if sizes is not None:
+            args[SIZE_ARGUMENT[self.op]] = list(sizes)
+        if self.op is ops.ATTENTION and rows is not None:
+            args[4] = rows
+        out = self.op(*args, **self.kwargs)
+        return list(out) if isinstance(out, (tuple, list)) else [out]
+
+    def _with_tensors(self, values: Iterator[Any]) -> tuple[Any, ...]:
+        def put(arg: Any) -> Any:
+            if isinstance(arg, (list, tuple)):
+                return type(arg)(put(part) for part in arg)
+            return next(values) if isinstance(arg, Tensor) else arg
+
+        return tuple(put(arg) for arg in self.args)
+
+
+def _sizes(node: fx.Node) -> tuple[int, ...]:
+    value = node.meta["val"]
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def rows_options(tensor: Tensor, num_tokens: int) -> Iterator[Rows]:
+    """Yield every way in which the rows of a batch can lie in a tensor of these sizes."""
+    for dim, size in enumerate(tensor.shape):
+        for outer in range(1, size // num_tokens + 1):
+            if size % (outer * num_tokens) == 0:
+                yield Rows(dim, outer, size // (outer * num_tokens))
+
+
+def select(tensor: Tensor, rows: Rows | None, num_tokens: int, chosen: Tensor) -> Tensor:
+    """Return the chosen token rows of a tensor."""
+    if rows is None:
+        return tensor
+    split = tensor.unflatten(rows.dim, (rows.outer, num_tokens, rows.inner))
+    picked = split.index_select(rows.dim + 1, chosen)
+    shape = list(tensor.shape)
+    shape[rows.dim] = rows.outer * len(chosen) * rows.inner
+    return picked.reshape(shape)
+
+
+def selections(num_tokens: int) -> list[Tensor]:
+    """Return rows that ranks may hold: none, one, some twice."""
+    return [
+        torch.tensor([], dtype=torch.int64), torch.tensor([num_tokens - 1]),
+        torch.arange(num_tokens + 1) % num_tokens, torch.arange(num_tokens - 1),
+    ]  # fmt: skip
+
+
+def is_row_local(example: Example, verdict: Local, num_tokens: int) -> bool:
+    """Return whether the op on selected rows is what a verdict promises, for all selections."""
+    whole = example.run(example.tensors)
+    layouts: tuple[Layout, ...] = verdict.out if isinstance(verdict.out, tuple) else (verdict.out,) * len(whole)
+    for chosen in selections(num_tokens):
+        expected = [select(x, rows, num_tokens, chosen) for x, rows in zip(whole, layouts, strict=True)]  # type: ignore[arg-type]
+        tensors = [select(x, rows, num_tokens, chosen) for x, rows in zip(example.tensors, verdict.inputs, strict=True)]
+        sizes = expected[0].shape if example.op in SIZE_ARGUMENT else None
+        try:
+            local = example.run(tensors, sizes, chosen)
+        except (RuntimeError, IndexError):
+            return False
+        if any(a.shape != b.shape or not torch.allclose(a, b, equal_nan=True) for a, b in zip(local, expected, strict=True)):
+            return False
+    return True
+
+
+def check_verdict(example: Example, layouts: tuple[Rows | None, ...], num_tokens: int) -> str:
+    """Check one verdict against the numbers and return its kind."""
+    verdict = example.judge(layouts, num_tokens)
+    if verdict is None:
+        return "not covered"
+    if isinstance(verdict, Local):
+        for given, wanted in zip(layouts, verdict.inputs, strict=True):
+            assert given is None or wanted in (given, None), f"{example}: rows at {given}, wants them at {wanted}"
+        assert is_row_local(example, verdict, num_tokens), f"{example} with {layouts}, T = {num_tokens}: not {verdict}"
+        return "local"
+    if verdict.mixes is None:
+        return "whole"
+    merged = {(rows.outer, rows.inner) for rows in layouts if rows is not None}
+    claims = [
+        [rows for rows in rows_options(out, num_tokens) if (rows.outer, rows.inner) in merged]
+        for out in example.run(example.tensors)
+    ]
+    for options in itertools.product(*claims):
+        claim = Local(options if len(options) > 1 else options[0], layouts)
+        assert not is_row_local(example, claim, num_tokens), f"{example}: {verdict.mixes}, yet {claim} is true"
+    return "mixes"
+
+
+def placements(example: Example) -> Iterator[tuple[tuple[Rows | None, ...], int]]:
+    """Yield all ways in which 2, 4 or 8 token rows can lie in the tensors of a call."""
+    for num_tokens in (2, 4, 8):
+        options = [(None, *rows_options(tensor, num_tokens)) for tensor in example.tensors]
+        for layouts in itertools.product(*options):
+            if any(layouts):
+                yield layouts, num_tokens
+
+
+X, CUBE = floats(2, 4, 8), floats(4, 4, 4)
+LIKE = (
+    aten._to_copy, aten.clone, aten.detach, aten.alias, aten.lift_fresh_copy, aten.zeros_like, aten.ones_like,
+    aten.contiguous,
+)  # fmt: skip
+DIM_LIST_REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax, aten.amin, aten.logsumexp, aten.nansum)
+DIM_REDUCTIONS = (aten.prod.dim_int, aten.max.dim, aten.min.dim, aten.median.dim)
+FULL_REDUCTIONS = (
+    aten.sum, aten.mean, aten.max, aten.min, aten.prod, aten.std, aten.var, aten.median, aten.count_nonzero,
+)  # fmt: skip
+SCANS = (aten.cumsum, aten.cumprod, aten.logcumsumexp, aten.cummax, aten.cummin, aten.sort, aten.argsort)
+
+
+def overload(op: Any) -> Any:
+    """Return the default overload of a packet, an overload as it is."""
+    return op.default if hasattr(op, "default") else op
+
+
+EXAMPLES: dict[str, list[Example]] = {
+    "pointwise": [
+        Example(aten.add.Tensor, (X, X * 2)),
+        Example(aten.mul.Tensor, (X, floats(8))),
+        Example(aten.mul.Tensor, (X, floats(4, 1))),
+        Example(aten.mul.Tensor, (CUBE, floats(4))),
+        Example(aten.where.self, (flags(4, 1), CUBE, floats(4))),
+        Example(aten.relu.default, (X,)),
+    ],
+    "same shape": [Example(overload(op), (X,)) for op in LIKE]
+    + [Example(aten.full_like.default, (X, 3)), Example(torch.ops.prims.convert_element_type.default, (X, torch.float32))],
+    "shape and dtype only": [
+        Example(aten.new_zeros.default, (X, [4])), Example(aten.new_ones.default, (X, [4])),
+        Example(aten.new_full.default, (X, [4], 2)),
+    ],
+    "views": [
+        Example(op, (x, shape))
+        for op in (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+        for x, shape in ((X, [8, 8]), (X, [2, 32]), (X, [64]), (X, [1, 2, 2, 2, 8]), (CUBE, [16, 4]), (CUBE, [4, 2, 8]))
+    ],
+    "dims": [
+        *(Example(aten.unsqueeze.default, (X, dim)) for dim in (0, 1, 3, -1)),
+        Example(aten.squeeze.dim, (floats(1, 4, 1, 8), 0)), Example(aten.squeeze.dim, (floats(1, 4, 1, 8), 1)),
+        Example(aten.squeeze.dims, (floats(1, 4, 1, 8), [0, -2])), Example(aten.squeeze.default, (floats(1, 4, 8, 2),)),
+        Example(aten.transpose.int, (X, 0, -1)), Example(aten.permute.default, (X, [2, 0, 1])),
+        Example(aten.permute.default, (CUBE, [-1, 0, 1])), Example(aten.t.default, (floats(4, 8),)),
+        Example(aten.expand.default, (floats(4, 1), [2, 4, 8])), Example(aten.expand.default, (floats(1, 4, 4), [4, 4, 4])),
+    ],
+    "pieces": [
+        *(Example(aten.slice.Tensor, (CUBE, dim, start, end)) for dim in (0, 1, -1) for start, end in ((0, 99), (1, 3))),
+        *(Example(aten.slice.Tensor, (CUBE, dim, 0, 4, 2)) for dim in (0, 1, 2)),
+        *(Example(aten.select.int, (CUBE, dim, -1)) for dim in (0, 1, -1)),
+        *(Example(aten.split.Tensor, (X, 2, dim)) for dim in (0, 1, -1)),
+        *(Example(aten.split_with_sizes.default, (CUBE, [1, 3], dim)) for dim in (0, 1, -1)),
+        *(Example(aten.chunk.default, (CUBE, 2, dim)) for dim in (0, 1, -1)),
+        *(Example(aten.unbind.int, (CUBE, dim)) for dim in (0, 1, -1)),
+    ],
+    "joins": [
+        *(Example(aten.cat.default, ([CUBE, CUBE + 1], dim)) for dim in (0, 1, -1)),
+        Example(aten.cat.default, ([CUBE, floats(4, 4, 0)], 2)), Example(aten.cat.default, ([floats(0), CUBE], 1)),
+        *(Example(aten.stack.default, ([CUBE, CUBE + 1], dim)) for dim in (0, 1, -1)),
+    ],
+    "reductions": [
+        *(Example(overload(op), (X, [dim], keep)) for op in DIM_LIST_REDUCTIONS for dim in (0, 1, -1) for keep in (True, False)),
+        *(Example(overload(op), (X, dim, keep)) for op in DIM_REDUCTIONS for dim in (0, -1) for keep in (True, False)),
+        *(Example(aten.argmax.default, (X, dim)) for dim in (0, 1, -1)),
+        *(Example(aten.argmin.default, (X, dim)) for dim in (0, 1, -1)),
+        *(Example(op, (X, [dim]), {"keepdim": True}) for op in (aten.var.correction, aten.std.correction) for dim in (0, -1)),
+        *(Example(aten.any.dim, (flags(4, 8), dim)) for dim in (0, -1)),
+        *(Example(aten.all.dim, (flags(4, 8), dim, True)) for dim in (0, -1)),
+        *(Example(op, (flags(4, 8, 8), [dim])) for op in (aten.any.dims, aten.all.dims) for dim in (0, -1)),
+        *(Example(aten.linalg_vector_norm.default, (X, 2, [dim], True)) for dim in (0, 1, -1)),
+        *(Example(aten.norm.ScalarOpt_dim, (X, 2, [dim], True)) for dim in (0, -1)),
+        *(Example(aten.count_nonzero.dim_IntList, (ids(4, 8), [dim])) for dim in (0, -1)),
+        *(Example(aten.sum.dim_IntList, (CUBE, dims)) for dims in ([0, 2], None)),
+    ],
+    "full reductions": [
+        *(Example(overload(op), (floats(4, 8),)) for op in FULL_REDUCTIONS),
+        Example(aten.norm.Scalar, (floats(4, 8),)),
+        Example(aten.any.default, (ids(2, 2).bool(),)), Example(aten.all.default, (ids(2, 2).bool(),)),
+        Example(aten.argmax.default, (floats(4, 8),)),
+    ],
+    "along a dim": [
+        *(Example(op, (CUBE, dim, False)) for op in (aten._softmax.default, aten._log_softmax.default) for dim in (0, -1)),
+        *(Example(op, (CUBE, dim)) for op in (aten.softmax.int, aten.log_softmax.int) for dim in (0, -1)),
+        *(Example(overload(op), (floats(4, 8), dim)) for op in SCANS for dim in (0, -1)),
+        *(Example(op, (floats(4, 8),), {"stable": True, "dim": d}) for op in (aten.sort.stable, aten.argsort.stable) for d in (0, 1)),
+        *(Example(aten.flip.default, (CUBE, dims)) for dims in ([0], [1, 2])),
+        *(Example(aten.roll.default, (CUBE, [1], [dim])) for dim in (0, 2)), Example(aten.roll.default, (CUBE, [1])),
+        *(Example(aten.topk.default, (CUBE, 2, dim)) for dim in (0, -1)), Example(aten.topk.default, (CUBE, 4)),
+        *(Example(aten.kthvalue.default, (CUBE, 2, dim)) for dim in (0, 1)),
+    ],
+    "norms": [
+        Example(aten.native_layer_norm.default, (X, [8], floats(8), floats(8), 1e-5)),
+        Example(aten.native_layer_norm.default, (CUBE, [4, 4], None, None, 1e-5)),
+        Example(aten._fused_rms_norm.default, (CUBE, [4], floats(4), 1e-5)),
+    ],
+    "windows": [
+        Example(aten.convolution.default, (floats(2, 4, 8), floats(4, 4, 3), None, [1], [1], [1], False, [0], 1)),
+        Example(aten.convolution.default, (floats(2, 4, 8), floats(4, 4, 3), None, [1], [0], [1], False, [0], 1)),
+        Example(aten.constant_pad_nd.default, (CUBE, [0, 0, 1, 0])), Example(aten.constant_pad_nd.default, (CUBE, [0, 2])),
+        Example(aten.constant_pad_nd.default, (X, [0, 0, 0, 0, 1, 1], 2.0)),
+    ],
+    "matrices": [
+        Example(aten.mm.default, (floats(4, 8), floats(8, 4))), Example(aten.mm.default, (floats(4, 4), floats(4, 4))),
+        Example(aten.bmm.default, (floats(4, 4, 8), floats(4, 8, 2))), Example(aten.bmm.default, (CUBE, floats(4, 4, 4))),
+        Example(aten.addmm.default, (floats(8), floats(4, 2), floats(2, 8))),
+        Example(aten.addmm.default, (floats(4, 4), floats(4, 4), floats(4, 4))),
+        Example(aten.linear.default, (CUBE, floats(8, 4), floats(8))), Example(aten.linear.default, (CUBE, floats(4, 4))),
+    ],
+    "lookups": [
+        Example(aten.embedding.default, (floats(4, 4), ids(2, 4))),
+        Example(aten.gather.default, (floats(4, 8), 1, ids(4, 8))), Example(aten.gather.default, (floats(4, 4), 0, ids(4, 4))),
+        Example(aten.gather.default, (floats(4, 8), 1, ids(2, 8))),
+        Example(aten.scatter.value, (floats(4, 8), 1, ids(4, 2), 3.0)),
+        Example(aten.scatter.src, (floats(4, 8), 1, ids(4, 2), floats(4, 2))),
+        Example(aten.scatter_add.default, (floats(4, 8), 1, ids(4, 2), floats(4, 2))),
+        Example(aten.scatter_add.default, (floats(4, 8), 0, ids(4, 8), floats(4, 8))),
+        Example(aten.index.Tensor, (floats(4, 8), [ids(4)])), Example(aten.index.Tensor, (CUBE, [ids(2, 4), ids(4)])),
+        Example(aten.index.Tensor, (CUBE, [None, ids(4)])), Example(aten.index_select.default, (CUBE, 1, ids(4))),
+    ],
+    "attention": [
+        Example(
+            ops.ATTENTION, (floats(1, 4, 4, 4), floats(1, 4, 2, 4), floats(1, 4, 2, 4), None, None),
+            {"layer": 0, "kind": "full", "scale": 0.5},
+        )
+    ],
+}  # fmt: skip
+ALL_EXAMPLES = [example for family in EXAMPLES.values() for example in family]
+
+
+@pytest.mark.parametrize("family", EXAMPLES)
+def test_rules_promise_what_the_ops_compute(family: str) -> None:
+    kinds = [check_verdict(e, layouts, t) for e in EXAMPLES[family] for layouts, t in placements(e)]
+    assert "local" in kinds or family == "full reductions"
+    assert "mixes" in kinds or family in ("pointwise", "same shape", "shape and dtype only", "views", "dims")
+
+
+def test_every_rule_has_an_example() -> None:
+    ours = {op for op in placement._RULES if getattr(op, "namespace", "") in ("aten", "prims", "pcp")}
+    random_or_uninitialised = {
+        aten.empty_like.default, aten.rand_like.default, aten.bernoulli.p, aten.new_empty.default,
+        aten._reshape_alias.default,
+    }  # fmt: skip
+    assert ours - {example.op for example in ALL_EXAMPLES} - random_or_uninitialised == set()
