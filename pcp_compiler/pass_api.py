@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from torch import fx
+from torch import Tensor, fx
 
 from pcp_compiler.config import Config
 from pcp_compiler.errors import UnsupportedGraphError
@@ -36,6 +36,21 @@ class Decisions:
 
 
 @dataclass(frozen=True, slots=True)
+class Phase:
+    """What a program is for: which rows it runs and what it keeps between calls."""
+
+    name: str = "prefill"
+    is_sharded: bool = True
+    """Whether each rank runs its own rows; otherwise every rank runs all of them."""
+    block_size: int | None = None
+    """Slots of a KV block; None: the program has no cache."""
+    local_inputs: frozenset[str] = frozenset()
+    """Token inputs that hold this rank's rows only."""
+    local_outputs: frozenset[int] = frozenset()
+    """Results that stay this rank's rows."""
+
+
+@dataclass(frozen=True, slots=True)
 class PassContext:
     """All that a pass may read besides the graph."""
 
@@ -44,6 +59,7 @@ class PassContext:
     position_inputs: frozenset[str] = frozenset()
     user_inputs: frozenset[str] = frozenset()
     decisions: Decisions = field(default_factory=Decisions)
+    phase: Phase = Phase()
 
 
 class PassResult(NamedTuple):
@@ -115,6 +131,15 @@ def calls(gm: fx.GraphModule, *targets: object) -> Iterator[fx.Node]:
     """Yield the call_function nodes of these targets in graph order; safe to edit while iterating."""
     wanted = set(targets)
     yield from [node for node in gm.graph.nodes if node.op == "call_function" and node.target in wanted]
+
+
+def add_index_input(graph: fx.Graph, role: str, value: Tensor) -> fx.Node:
+    """Add a placeholder for an index tensor behind the others."""
+    last = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(role)
+    node.meta.update(val=value, index_input=role)
+    return node
 
 
 def copy_meta(source: fx.Node, target: fx.Node) -> None:

@@ -13,7 +13,8 @@ from pcp_compiler.config import Config
 from pcp_compiler.errors import InvariantError
 from pcp_compiler.graph_text import count_ops, format_graph
 from pcp_compiler.invariants import check_invariants
-from pcp_compiler.pass_api import Decisions, Pass, PassContext
+from pcp_compiler.pass_api import Decisions, Pass, PassContext, Phase
+from pcp_compiler.passes.attach_kv import AttachKv
 from pcp_compiler.passes.canonicalize_attention import CanonicalizeAttention
 from pcp_compiler.passes.explicit_shapes import ExplicitShapes
 from pcp_compiler.passes.gather_kv import GatherKv
@@ -29,6 +30,9 @@ CANONICAL_PASSES: tuple[Pass, ...] = (
     ExplicitShapes(),  # first: later passes change sizes and must not meet -1 or a size read off a tensor
     CanonicalizeAttention(),  # before placements: a [T, T] mask has rows on two dims and could not be placed
 )
+CACHE_PASSES: tuple[Pass, ...] = (
+    AttachKv(),  # before placements: with a cache, K and V of all rows are wanted by the write, not by attention
+)
 SHARDING_PASSES: tuple[Pass, ...] = (
     InferPlacements(),  # decides and refuses before anything is rewritten
     ShardTokens(),  # carries the placements out, with one plain unshard wherever all rows are needed
@@ -37,9 +41,11 @@ SHARDING_PASSES: tuple[Pass, ...] = (
 )
 
 
-def passes_for(config: Config) -> tuple[Pass, ...]:
-    """Return the passes of a config: nothing is sharded on one rank."""
-    return CANONICAL_PASSES + (SHARDING_PASSES if config.parallel.pcp_size > 1 else ())
+def passes_for(config: Config, phase: Phase) -> tuple[Pass, ...]:
+    """Return the passes of a config and phase: nothing is sharded on one rank."""
+    is_sharded = phase.is_sharded and config.parallel.pcp_size > 1
+    has_cache = phase.block_size is not None
+    return CANONICAL_PASSES + (CACHE_PASSES if has_cache else ()) + (SHARDING_PASSES if is_sharded else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +76,31 @@ class Lowered:
     decisions: Decisions
 
 
-def lower(trace: Trace, config: Config, *, record: bool = False) -> Lowered:
+def lower(trace: Trace, config: Config, *, record: bool = False, phase: Phase | None = None) -> Lowered:
     """Run the passes of a config over a copy of a trace and print the program.
 
     Args:
         record: keep a copy of the graph after each pass, for dumps and inspection.
+        phase: what the program is for; default: a sharded prefill without a cache.
     Raises:
         UnsupportedGraphError: the model cannot be sharded; names node, source line and knob.
     """
+    phase = phase or Phase()
     gm = trace.copy_graph()
     ctx = PassContext(
         config,
         trace.seeds,
         position_inputs=frozenset(entry.name for entry in trace.inputs if is_positions(entry)),
         user_inputs=frozenset(entry.name for entry in trace.inputs if entry.kind == "user"),
+        phase=phase,
     )
     stages = [_stage("trace", gm, 0, 0.0, 0.0, record)]
-    for step in passes_for(config):
+    for step in passes_for(config, phase):
         gm, stage = run_pass(step, gm, ctx, record=record)
         stages.append(stage)
     gm.recompile()
     program = build_program(
-        gm, dict(trace.seeds), pcp_size=config.parallel.pcp_size, title=f"prefill, P = {config.parallel.pcp_size}"
+        gm, dict(trace.seeds), pcp_size=config.parallel.pcp_size, title=f"{phase.name}, P = {config.parallel.pcp_size}"
     )
     return Lowered(program, tuple(stages), ctx.decisions)
 

@@ -253,7 +253,7 @@ def _unique(name: str, taken: set[str]) -> str:
 
 def trace_module(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *,
-    tokens: Mapping[str, int] | None = None,
+    tokens: Mapping[str, int] | None = None, other_sizes: Mapping[str, int] | None = None,
 ) -> ModuleTrace:  # fmt: skip
     """Trace a module once for every number of tokens, without running it.
 
@@ -261,6 +261,7 @@ def trace_module(
         args, kwargs: an example call. Token inputs are symbols in the graph: those named in `tokens`, otherwise the
             last dim of every integer tensor.
         tokens: argument name to token dim, for inputs that are not integer ids.
+        other_sizes: argument name to a dim that varies between calls and does not count tokens.
     Returns:
         The trace; its inputs are the parameters and buffers, then the tensors of the call.
     Raises:
@@ -271,7 +272,8 @@ def trace_module(
         raise UnsupportedGraphError(f"{type(module).__name__} is in training mode; call model.eval() before tracing")
     wanted = dict(tokens or {})
     names, leaves, rebuild_call = _named_leaves(module, args, kwargs or {})
-    dims = [_token_dim(name, leaf, wanted) for name, leaf in zip(names, leaves, strict=True)]
+    varying = wanted | dict(other_sizes or {})
+    dims = [_token_dim(name, leaf, varying) for name, leaf in zip(names, leaves, strict=True)]
     weights = _unique_weights(module)
     mode = torch_private.fake_mode_with_symbols()
     fake_weights = [torch_private.fake_input(mode, w, frozenset(), n) for n, w in weights.items()]

@@ -76,3 +76,13 @@ def attention_mask(
 
 AttentionInterface.register("pcp_spec", attention_forward)
 AttentionMaskInterface.register("pcp_spec", attention_mask)
+ROWS = "pcp_spec_rows"
+"""Attention without any mask: what a row sees is decided when the graph is lowered. For the runtime's own traces."""
+
+
+def _rows_mask(**_options: Any) -> None:
+    return None
+
+
+AttentionInterface.register(ROWS, attention_forward)
+AttentionMaskInterface.register(ROWS, _rows_mask)
