@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from pcp_compiler.config import Config
 from pcp_compiler.errors import UnsupportedGraphError
@@ -36,6 +38,33 @@ class Decisions:
 
 
 @dataclass(frozen=True, slots=True)
+class RowMetadata:
+    """That each row of a program is a request of its own, so that attention metadata is made in the graph."""
+
+    position_input: str
+    """Input [1, N] with the position of each row."""
+    max_model_len: int
+    """Rows at this position or above write nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChain:
+    """A drafter's step as part of a proposal: what `unroll_draft` has to know of its inputs, beside the positions.
+
+    The step takes token ids and hidden states, [1, N] and [1, N, H], and returns hidden states [L, H] and logits [L, V]
+    of the rows that `row_input` [L] picks.
+    """
+
+    num_draft_tokens: int
+    """K, >= 1."""
+    is_greedy: bool
+    """Whether the most likely token is taken; otherwise the program takes temperatures and random numbers."""
+    token_input: str
+    hidden_input: str
+    row_input: str
+
+
+@dataclass(frozen=True, slots=True)
 class Phase:
     """What a program is for: which rows it runs and what it keeps between calls."""
 
@@ -48,6 +77,10 @@ class Phase:
     """Token inputs that hold this rank's rows only."""
     local_outputs: frozenset[int] = frozenset()
     """Results that stay this rank's rows."""
+    rows: RowMetadata | None = None
+    """None: the host says with spans what each row sees."""
+    chain: DraftChain | None = None
+    """Of a program that runs a whole proposal; with `rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +172,20 @@ def add_index_input(graph: fx.Graph, role: str, value: Tensor) -> fx.Node:
     with graph.inserting_after(last):
         node = graph.placeholder(role)
     node.meta.update(val=value, index_input=role)
+    return node
+
+
+def add_call(
+    graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None,
+    name: str | None = None,
+) -> fx.Node:  # fmt: skip
+    """Add a call at the insertion point, with the value that the op gives for the values of its inputs."""
+    node = graph.create_node("call_function", target, args, kwargs or {}, name=name)
+    values, named = fx.map_arg((args, kwargs or {}), lambda source: source.meta["val"])
+    tensors = [value for value in tree_leaves((values, named)) if isinstance(value, Tensor)]
+    mode = next((mode for value in tensors if (mode := getattr(value, "fake_mode", None))), None)
+    with mode or nullcontext():
+        node.meta["val"] = target(*values, **named)
     return node
 
 

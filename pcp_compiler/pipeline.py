@@ -18,9 +18,11 @@ from pcp_compiler.passes.attach_kv import AttachKv
 from pcp_compiler.passes.canonicalize_attention import CanonicalizeAttention
 from pcp_compiler.passes.explicit_shapes import ExplicitShapes
 from pcp_compiler.passes.gather_kv import GatherKv
+from pcp_compiler.passes.hoist_prologue import HoistPrologue
 from pcp_compiler.passes.infer_placements import InferPlacements
 from pcp_compiler.passes.restore_rows import RestoreRows
 from pcp_compiler.passes.shard_tokens import ShardTokens
+from pcp_compiler.passes.unroll_draft import UnrollDraft
 from pcp_compiler.program import RankProgram, build_program
 from pcp_compiler.trace import Trace, copy_graph, is_positions
 
@@ -39,13 +41,23 @@ SHARDING_PASSES: tuple[Pass, ...] = (
     GatherKv(),  # after shard_tokens: packs its two unshards a layer
     RestoreRows(),  # last: an unshard that only feeds a row selection is left over once K and V are packed
 )
+METADATA_PASSES: tuple[Pass, ...] = (
+    UnrollDraft(),  # the steps of a proposal in one graph, so that what they share can be seen
+    HoistPrologue(),  # last: metadata of all layers and steps is there now
+)
 
 
 def passes_for(config: Config, phase: Phase) -> tuple[Pass, ...]:
     """Return the passes of a config and phase: nothing is sharded on one rank."""
     is_sharded = phase.is_sharded and config.parallel.pcp_size > 1
-    has_cache = phase.block_size is not None
-    return CANONICAL_PASSES + (CACHE_PASSES if has_cache else ()) + (SHARDING_PASSES if is_sharded else ())
+    passes = CANONICAL_PASSES
+    if phase.block_size is not None:
+        passes += CACHE_PASSES
+    if is_sharded:
+        passes += SHARDING_PASSES
+    if phase.rows is not None:
+        passes += METADATA_PASSES
+    return passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +88,16 @@ class Lowered:
     decisions: Decisions
 
 
-def lower(trace: Trace, config: Config, *, record: bool = False, phase: Phase | None = None) -> Lowered:
+def lower(
+    trace: Trace, config: Config, *, record: bool = False, phase: Phase | None = None,
+    passes: tuple[Pass, ...] | None = None,
+) -> Lowered:  # fmt: skip
     """Run the passes of a config over a copy of a trace and print the program.
 
     Args:
         record: keep a copy of the graph after each pass, for dumps and inspection.
         phase: what the program is for; default: a sharded prefill without a cache.
+        passes: other passes than `passes_for` this config and phase, to see what one of them is good for.
     Raises:
         UnsupportedGraphError: the model cannot be sharded; names node, source line and knob.
     """
@@ -95,7 +111,7 @@ def lower(trace: Trace, config: Config, *, record: bool = False, phase: Phase | 
         phase=phase,
     )
     stages = [_stage("trace", gm, 0, 0.0, 0.0, record)]
-    for step in passes_for(config, phase):
+    for step in passes_for(config, phase) if passes is None else passes:
         gm, stage = run_pass(step, gm, ctx, record=record)
         stages.append(stage)
     gm.recompile()

@@ -103,10 +103,10 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def num_tokens(gm: fx.GraphModule, seeds: Mapping[str, int]) -> int | torch.SymInt:
-    """Return T of a graph: the size of its first seed."""
-    name, dim = next(iter(seeds.items()))
-    node = next(node for node in gm.graph.find_nodes(op="placeholder") if node.name == name)
-    size: int | torch.SymInt = node.meta["val"].shape[dim]
+    """Return T of a graph: the size of its first seed that a pass left among the inputs."""
+    inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
+    name = next(name for name in seeds if name in inputs)
+    size: int | torch.SymInt = inputs[name].meta["val"].shape[seeds[name]]
     return size
 
 

@@ -34,6 +34,12 @@ class Capabilities:
     """False: the drafter looks tokens up in the target's matrix."""
     has_own_head: bool
     """False: the drafter's logits come from the target's output matrix."""
+    hidden_size: int
+    """Width of the hidden states it takes from the target, or works with."""
+    vocab_size: int
+    """Ids that its logits cover."""
+    mode: Literal["sharded", "replicated"] | None = None
+    """The only `draft.mode` it can run in; None: both."""
     needs_hidden: bool = False
     """Whether rows take the target's hidden states, after its final norm."""
     taps: tuple[int, ...] = ()

@@ -53,6 +53,7 @@ class ModelDrafter(Drafter):
         self.fallback_id = _fallback_id(own)
         self._capabilities = Capabilities(
             method="model", row_form="token", attention_kinds=("full",), has_own_embedding=True, has_own_head=True,
+            hidden_size=own.embedding.embedding_dim, vocab_size=target_vocab_size,
             max_positions=getattr(own.config, "max_position_embeddings", None),
         )  # fmt: skip
         self.eval()

@@ -148,6 +148,7 @@ class MTPDrafter(Drafter):
         self._capabilities = Capabilities(
             method="mtp", row_form="next_token_and_hidden", attention_kinds=("full",), needs_hidden=True,
             has_own_embedding=has_own_embedding, has_own_head=has_own_head, max_positions=max_positions,
+            hidden_size=modules[0].form.hidden, vocab_size=_num_logits(modules[0]),
             # a later module's key and value rows come from its own inputs, so module m drafts token m only
             max_draft_tokens=None if len(modules) == 1 else len(modules),
         )  # fmt: skip
@@ -171,6 +172,12 @@ class MTPDrafter(Drafter):
     def compute_logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """See `Drafter`."""
         return self.module_of_step(step).compute_logits(hidden)
+
+
+def _num_logits(module: MTPModule) -> int:
+    weight = module.shared_head.head.weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 
 from pcp_compiler.config import Config
 from pcp_compiler.errors import InvariantError
+from pcp_compiler.kv_formats import cache_shape
 from pcp_compiler.pass_api import Phase
-from pcp_compiler.passes.attach_kv import BLOCK_TABLES, SLOTS, SPANS
+from pcp_compiler.passes.attach_kv import SLOTS
 from pcp_compiler.pipeline import Lowered, lower
-from pcp_compiler.plan.partition import Partition
 from pcp_compiler.program import RankProgram
-from pcp_compiler.ranks import ExecutedCollective, index_tensors, run_lockstep
-from pcp_compiler.runtime.batch import PAD_SLOT, Batch, SpanRow, local_view
-from pcp_compiler.trace import ModuleTrace
+from pcp_compiler.ranks import ExecutedCollective, run_lockstep
+from pcp_compiler.runtime.batch import PAD_SLOT
+from pcp_compiler.runtime.layout import StepIndex
+from pcp_compiler.trace import ModuleTrace, trace_module
 
 KvPlacement = Literal["shared", "per_rank"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepIndex:
-    """Index inputs of one step: of the whole batch, and of each rank when its rows are sharded."""
-
-    whole: Mapping[str, Tensor]
-    ranks: tuple[Mapping[str, Tensor], ...]
-    partition: Partition | None
 
 
 @dataclass(slots=True)
@@ -40,32 +32,69 @@ class RunCounts:
     num_sharded: int = 0
     num_whole: int = 0
     num_rows: int = 0
-    """Rows of the busiest rank, padding included, summed over runs."""
+    """Rows of a rank in sharded runs, padding included."""
+    num_global_rows: int = 0
+    """Rows of the whole batch in sharded runs."""
     num_collectives: int = 0
 
 
+class CompileCache:
+    """Traces and programs by what they were made of: decoders of the same models share them.
+
+    A trace is for modules whose weights are the same objects; hyper-parameters must not change in between.
+    """
+
+    def __init__(self) -> None:
+        self._traces: dict[tuple[object, ...], tuple[nn.Module, ModuleTrace]] = {}
+        self._programs: dict[tuple[object, ...], tuple[ModuleTrace, Lowered]] = {}
+
+    def trace(self, module: nn.Module, example: tuple[Tensor, ...], tokens: Sequence[str]) -> ModuleTrace:
+        """Return the trace of a module of `runtime.rows`, made now or before."""
+        options = tuple(value for value in vars(module).values() if isinstance(value, int | str))
+        key = (type(module), options, *map(id, module.parameters()), *map(id, module.buffers()))
+        if key not in self._traces:
+            traced = trace_module(module, example, tokens=dict.fromkeys(tokens, 1), other_sizes={"logit_rows": 0})
+            self._traces[key] = module, traced  # the module too: ids are only unique among living objects
+        return self._traces[key][1]
+
+    def lower(self, traced: ModuleTrace, config: Config, phase: Phase) -> Lowered:
+        """Return the program of a trace for a phase, made now or before.
+
+        Limits and draft options reach a program through its phase alone; the passes do not get to see them.
+        """
+        own = Config(**config.model_dump(exclude={"limits", "draft"}))
+        key = (id(traced), own, phase)
+        if key not in self._programs:
+            self._programs[key] = traced, lower(traced.trace, own, phase=phase)
+        return self._programs[key][1]
+
+
 class CachedModel:
-    """Runs a module of `runtime.rows` for all virtual ranks.
+    """Runs a module of `runtime.rows` for all virtual ranks. `allocate` gives it its caches.
 
     Args:
-        traced: inputs [1, T]-shaped rows and `logit_rows`. num_slots: KV slots of every layer.
-        kv: `shared`: the ranks of one process share one cache, which rank 0 writes; `per_rank`: each has its own, as on
-            several devices.
+        module: takes rows as [1, T]-shaped tensors, and `logit_rows`. example: a call of it. tokens: its token inputs.
         local_input, local_output: a token input and a result that stay on their rank when rows are sharded.
+        compile_cache: where the module may have been compiled before.
     """
 
     def __init__(
-        self, traced: ModuleTrace, config: Config, *, name: str, num_slots: int, dtype: torch.dtype | None,
-        kv: KvPlacement = "shared", local_input: str | None = None, local_output: int | None = None,
+        self, module: nn.Module, example: tuple[Tensor, ...], tokens: Sequence[str], config: Config, *, name: str,
+        compile_cache: CompileCache, local_input: str | None = None, local_output: int | None = None,
     ) -> None:  # fmt: skip
-        block_size = config.limits.kv_block_size
+        self.name = name
         self.pcp_size = config.parallel.pcp_size
         self.counts = RunCounts()
         self.executed: list[ExecutedCollective] = []
-        self._traced = traced
-        self._kv = kv
-        whole = Phase(f"{name}, whole", is_sharded=False, block_size=block_size)
-        self.whole: Lowered = lower(traced.trace, config, phase=whole)
+        self.caches: list[dict[str, Tensor]] = []
+        self._module = module
+        self._weights: list[Tensor] = []
+        self.refresh_weights()
+        self._compile_cache = compile_cache
+        self.traced = compile_cache.trace(module, example, tokens)
+        self._config = config
+        self.block_size = block_size = config.limits.kv_block_size
+        self.whole = self.lower(Phase(f"{name}, whole", is_sharded=False, block_size=block_size))
         self.sharded: Lowered | None = None
         if self.pcp_size > 1:
             phase = Phase(
@@ -73,13 +102,48 @@ class CachedModel:
                 local_inputs=frozenset() if local_input is None else frozenset({local_input}),
                 local_outputs=frozenset() if local_output is None else frozenset({local_output}),
             )  # fmt: skip
-            self.sharded = lower(traced.trace, config, phase=phase)
-        copies = self.pcp_size if kv == "per_rank" else 1
-        self.caches = [_allocate(self.whole.program, num_slots, dtype) for _ in range(copies)]
+            self.sharded = self.lower(phase)
 
-    def run_whole(self, inputs: Mapping[str, Tensor], index: Mapping[str, Tensor]) -> Sequence[Any]:
-        """Run all rows on every rank; ranks that share a cache would all do the same, so one stands for all."""
-        results = [self._run([self._start(self.whole.program, inputs, index, rank)])[0] for rank in range(len(self.caches))]
+    def lower(self, phase: Phase) -> Lowered:
+        """Return a program of the module for another phase; it runs with the same weights and caches."""
+        return self._compile_cache.lower(self.traced, self._config, phase)
+
+    def refresh_weights(self) -> None:
+        """Run with the parameters and buffers that the module has now."""
+        self._weights = [*self._module.parameters(), *self._module.buffers()]  # the order of the programs' inputs
+
+    def bytes_per_slot(self, dtype: torch.dtype | None) -> int:
+        """Return the memory of one KV slot over all layers."""
+        layouts = (_slot_layout(node, dtype) for node in _cache_inputs(self.whole.program))
+        return sum(math.prod(shape) * stored.itemsize for shape, stored in layouts)
+
+    def allocate(self, num_slots: int, dtype: torch.dtype | None, *, copies: int = 1) -> None:
+        """Make the caches of all layers, each with a spare row.
+
+        Args:
+            dtype: type of stored keys and values, None: the model's.
+            copies: 1: the ranks of one process share a cache, which rank 0 writes; P: each rank has its own, as on
+                several devices.
+        """
+        self.caches = []
+        for _ in range(copies):
+            caches = {}
+            for node in _cache_inputs(self.whole.program):
+                shape, stored = _slot_layout(node, dtype)
+                device = node.meta["val"].device
+                caches[node.meta["index_input"]] = torch.zeros(num_slots + 1, *shape, dtype=stored, device=device)
+            self.caches.append(caches)
+
+    def run_whole(
+        self, inputs: Mapping[str, Tensor], index: Mapping[str, Tensor], program: RankProgram | None = None
+    ) -> Sequence[Any]:
+        """Run all rows on every rank; ranks that share a cache would all do the same, so one stands for all.
+
+        Args:
+            program: one of `lower`, default: that of the module itself.
+        """
+        program = program or self.whole.program
+        results = [self._run([self._start(program, inputs, index, rank)])[0] for rank in range(len(self.caches))]
         self.counts.num_whole += 1
         return results[0]
 
@@ -87,22 +151,25 @@ class CachedModel:
         """Run each rank's rows; return the results of every rank."""
         assert self.sharded is not None and step.partition is not None
         program = self.sharded.program
-        results = self._run([self._start(program, inputs[rank], step.ranks[rank], rank) for rank in range(self.pcp_size)])
+        results = self._run(
+            [self._start(program, inputs[rank], step.ranks[rank], rank) for rank in range(self.pcp_size)]
+        )
         ran = tuple((collective.name, collective.op) for collective in self.executed)
         if ran != program.schedule:
             raise InvariantError(f"ran collectives {ran}, scheduled were {program.schedule}")
         self.counts.num_sharded += 1
         self.counts.num_rows += step.partition.width
+        self.counts.num_global_rows += len(step.partition.restore)
         self.counts.num_collectives += len(ran)
         return results
 
     def _start(self, program: RankProgram, inputs: Mapping[str, Tensor], index: Mapping[str, Tensor], rank: int) -> Any:
-        cache = self.caches[rank if self._kv == "per_rank" else 0]
-        if self._kv == "shared" and rank > 0:
+        is_shared = len(self.caches) == 1
+        if is_shared and rank > 0:
             index = {**index, SLOTS: torch.full_like(index[SLOTS], PAD_SLOT)}
-        names = [entry.name for entry in self._traced.trace.inputs if entry.kind == "user"]
-        values = [*self._traced.weights, *(inputs[name] for name in names)]
-        return program.start(values, {**index, **cache})
+        cache = self.caches[0 if is_shared else rank]
+        names = program.input_names[len(self._weights) :]
+        return program.start([*self._weights, *(inputs[name] for name in names)], {**index, **cache})
 
     def _run(self, programs: list[Any]) -> list[Sequence[Any]]:
         with torch.no_grad():
@@ -111,52 +178,11 @@ class CachedModel:
         return done.outputs
 
 
-def _allocate(program: RankProgram, num_slots: int, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the caches of all layers, one spare row in each."""
-    caches = {}
-    for node in program.graph_module.graph.find_nodes(op="placeholder"):
-        role = node.meta.get("index_input", "")
-        if role.startswith(("k_cache_", "v_cache_")):
-            value = node.meta["val"]
-            shape = (num_slots + 1, *value.shape[1:])
-            caches[role] = torch.zeros(shape, dtype=dtype or value.dtype, device=value.device)
-    return caches
+def _cache_inputs(program: RankProgram) -> list[fx.Node]:
+    placeholders = program.graph_module.graph.find_nodes(op="placeholder")
+    return [node for node in placeholders if node.meta.get("index_input", "").startswith(("k_cache_", "v_cache_"))]
 
 
-def bytes_per_slot(program: RankProgram, dtype: torch.dtype | None) -> int:
-    """Return the memory of one KV slot over all layers."""
-    return sum(cache.numel() * cache.element_size() for cache in _allocate(program, 0, dtype).values())
-
-
-def step_index(batch: Batch, partition: Partition | None, device: torch.device) -> StepIndex:
-    """Return the index inputs of a step."""
-    tables = torch.from_numpy(batch.block_tables).to(device)
-    whole = {
-        SLOTS: torch.from_numpy(batch.slots).to(device),
-        BLOCK_TABLES: tables,
-        SPANS: spans_tensor(
-            SpanRow(request, int(start), int(length), int(seq_len))
-            for request, (start, length, seq_len) in enumerate(
-                zip(batch.query_start[:-1], batch.query_lens, batch.seq_lens, strict=True)
-            )
-            if length
-        ),
-    }
-    if partition is None:
-        return StepIndex(whole, (), None)
-    ranks = tuple(
-        {
-            **index_tensors(partition, rank, device),
-            SLOTS: whole[SLOTS],
-            BLOCK_TABLES: tables,
-            SPANS: spans_tensor(local_view(batch, partition, rank).spans),
-        }
-        for rank in range(len(partition.per_rank))
-    )
-    return StepIndex(whole, ranks, partition)
-
-
-def spans_tensor(spans: Any) -> Tensor:
-    """Return spans as [N, 4] int64 on the host."""
-    rows = np.array([tuple(span) for span in spans], dtype=np.int64).reshape(-1, 4)
-    return torch.from_numpy(rows)
+def _slot_layout(node: fx.Node, dtype: torch.dtype | None) -> tuple[tuple[int, ...], torch.dtype]:
+    value = node.meta["val"]
+    return cache_shape(tuple(value.shape[1:]), dtype or value.dtype)

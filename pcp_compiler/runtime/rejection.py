@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pcp_compiler.runtime.noise import Stream, draw_uniform
-from pcp_compiler.runtime.sampling import SamplingRows, probabilities, sample
+from pcp_compiler.runtime.sampling import SamplingRows
+from pcp_compiler.sampling_ops import probabilities, sample
 
 NO_TOKEN: Final = -1
 """Fills token tables after a request's last token; as a draft it says that there is none from there on."""
@@ -53,7 +54,8 @@ class Verdict:
     num_emitted: Tensor
     """[R], int64: `num_accepted + 1`, or 0 for a failed request."""
     is_failed: Tensor
-    """[R], bool: the target's logits have NaN or +inf, or a row without any token; nothing is emitted."""
+    """[R], bool: a row that decides, up to the first rejected draft, has NaN or +inf or allows no token; nothing is
+    emitted. What the target makes of a draft that is rejected is of no concern."""
 
 
 def verify(
@@ -90,7 +92,7 @@ def verify(
     rows, drafts = _index_tables(cu_rows, target_logits.device)
     ids = torch.where(drafts >= 0, draft_ids[drafts], NO_TOKEN)
     best = target_logits.argmax(dim=-1)  # NaN counts as largest
-    is_failed = ~target_logits.gather(1, best[:, None])[:, 0].isfinite()[rows].all(dim=-1)
+    is_spoilt = ~target_logits.gather(1, best[:, None])[:, 0].isfinite()
     num_accepted, last_ids = _judge_greedy(best[rows], ids)
     sampled = np.flatnonzero(~options.is_greedy)
     if len(sampled):
@@ -100,7 +102,8 @@ def verify(
         num_accepted[requests], last_ids[requests] = _judge_sampled(
             logits, proposal, options.select(sampled), round_starts[requests], verification
         )
-    return _assemble(ids, num_accepted, last_ids, is_failed)
+    decides = torch.arange(rows.shape[1], device=rows.device) <= num_accepted[:, None]
+    return _assemble(ids, num_accepted, last_ids, (is_spoilt[rows] & decides).any(dim=-1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,7 +208,7 @@ def _stop_chance(scale: Tensor, target: Tensor, proposal: _Proposal, length: int
     draft = proposal.distribution(index, target.shape[-1])
     rest = (scale[:, None] * target - draft).clamp(min=0).sum(dim=-1)
     total = rest + 1 - scale
-    return torch.where(total > 0, rest / total, 1.0)  # p = q: a longer prefix is kept anyway
+    return torch.where(total == 0, 1.0, rest / total)  # p = q: a longer prefix is kept anyway; NaN keeps none
 
 
 def _last_weights(target: Tensor, proposal: _Proposal, num_accepted: Tensor, scale: Tensor, is_bonus: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+from pcp_compiler.runtime.metrics import AcceptanceStats
 from pcp_compiler.runtime.sampling import SamplingParams
 from pcp_compiler.runtime.stopping import Cut, cut_tokens
 
@@ -24,6 +25,18 @@ class RequestStatus(StrEnum):
     """Part of the batch, with KV blocks."""
     FINISHED = "finished"
     """Done, see `Request.finish_reason`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A greedy choice between two tokens whose logits are so close that another order of additions may turn it."""
+
+    position: int
+    """Place in `Request.token_ids` of the token that was chosen."""
+    token_ids: tuple[int, int]
+    """The best two, most likely first."""
+    margin: float
+    """Difference of their logits, >= 0."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +75,10 @@ class Request:
     num_cached_tokens: int = 0
     """Tokens that were not computed, thanks to the prefix cache; summed over admissions."""
     num_preemptions: int = 0
+    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+    """Drafts that were proposed and accepted."""
+    ties: list[Tie] = field(default_factory=list)
+    """Close calls among the output tokens, if the request is greedy."""
 
     def __post_init__(self) -> None:
         self.prefill_len = len(self.token_ids)

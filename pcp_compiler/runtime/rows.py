@@ -1,7 +1,7 @@
 """The modules that the runtime traces: a model as a function of rows, without a cache of its own.
 
-Rows of all requests stand in one batch row; positions come from the batch. What a row sees is not the module's business:
-its attention becomes paged attention when the graph is lowered.
+Rows of all requests stand in one batch row; positions come from the batch. What a row sees is not the module's
+business: its attention becomes paged attention when the graph is lowered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class TargetRows(nn.Module):
 
     def __init__(self, target: nn.Module) -> None:
         super().__init__()
-        self.base = target.base_model
+        self.base: nn.Module = target.base_model  # type: ignore[assignment]
         self.head = target.get_output_embeddings()  # type: ignore[operator]
         self.training = False
 
@@ -60,18 +60,34 @@ class DraftRows(nn.Module):
         return picked, self.drafter.compute_logits(picked, self.step)
 
 
+class DraftModuleRows(nn.Module):
+    """One of several drafter modules: all its rows go on to the next module."""
+
+    def __init__(self, drafter: Drafter, step: int) -> None:
+        super().__init__()
+        self.module = drafter.module_of_step(step)
+        self._drafter = (drafter,)  # no submodule: modules that share an embedding object cannot be traced together
+        self.step = step
+        self.training = False
+
+    def forward(self, next_ids: Tensor, hidden: Tensor, positions: Tensor, logit_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return hidden states of all rows and logits of some: arguments of `DraftRows` -> [1, T, H] and [L, V]."""
+        out: Tensor = self.module(next_ids, hidden, positions)
+        return out, self._drafter[0].compute_logits(out[0].index_select(0, logit_rows), self.step)
+
+
 class DraftModelRows(nn.Module):
-    """An independent draft model: rows of tokens."""
+    """An independent draft model as a function of rows, with the signature of `DraftRows`: `hidden` is [1, T, 0]."""
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
         self.drafter = drafter
         self.training = False
 
-    def forward(self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
-        """Return logits of some rows: input_ids, positions [1, T], logit_rows [L] -> [L, V]."""
-        hidden = self.drafter(input_ids, positions)
-        return self.drafter.compute_logits(hidden[0].index_select(0, logit_rows))
+    def forward(self, next_ids: Tensor, hidden: Tensor, positions: Tensor, logit_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return nothing to carry on, [L, 0], and logits of some rows, [L, V]; row i reads token i."""
+        picked = self.drafter.module_of_step(0)(next_ids, positions)[0].index_select(0, logit_rows)
+        return picked[:, :0], self.drafter.compute_logits(picked)
 
 
 @contextmanager
@@ -80,7 +96,7 @@ def attention_as_rows(target: Any) -> Iterator[None]:
     config = getattr(target, "config", None)
     if config is None or not hasattr(target, "set_attn_implementation"):
         raise UnsupportedGraphError(
-            f"target: {type(target).__name__} is no transformers model; allowed: a causal language model of transformers"
+            f"target: {type(target).__name__} is no model of transformers; allowed: a causal language model of it"
         )
     from pcp_compiler.integrations import transformers as integration
 

@@ -1,12 +1,7 @@
-"""Sampling options of a request, the distribution they make of a row of logits, and a draw from it.
-
-Everything on tensors is row by row and free of host synchronisation: a row's result depends on no other row, and the
-functions may run inside a captured graph.
-"""
+"""Sampling options of a request, as the user gives them and as tensors of a batch, and the draws of its drafts."""
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pcp_compiler import sampling_ops
 from pcp_compiler.errors import ConfigError
 from pcp_compiler.runtime.noise import Stream, draw_uniform
 
@@ -108,76 +104,26 @@ class SamplingRows:
         )
 
 
-def probabilities(
-    logits: Tensor, temperature: Tensor, top_k: Tensor | None = None, top_p: Tensor | None = None
-) -> Tensor:
-    """Return the distribution each row of logits is sampled from: temperature, then top-k, then top-p.
+def draft_uniforms(seeds: Tensor, round_starts: Tensor, steps: Tensor | int) -> Tensor:
+    """Return the uniform numbers that draft tokens are drawn with; the arguments broadcast.
 
     Args:
-        logits: [N, V], any float type; -inf for tokens that cannot come.
-        temperature: [N], float32; a row with 0 becomes a point mass at its argmax.
-        top_k: [N], int64; 0 or at least V keeps all. None for no top-k in any row.
-        top_p: [N], in (0, 1]; 1 keeps all. None for no top-p in any row.
-    Returns:
-        [N, V], float32, each row adding up to 1. A row with NaN, +inf or no finite logit is NaN, or a point mass if
-        greedy, without effect on the others.
+        seeds: [R], int64.
+        round_starts: [R], int64, position of the request's last token, where the next verification starts.
+        steps: 0 for the first draft token of the round; [K, 1] gives those of a whole proposal, [K, R].
     """
-    logits = logits.float()
-    best = logits.argmax(dim=-1, keepdim=True)
-    is_greedy = (temperature == 0)[:, None]
-    # the largest becomes 0 before the division, which therefore overflows only towards -inf
-    scaled = (logits - logits.gather(-1, best)) / torch.where(is_greedy, 1.0, temperature[:, None])
-    sampled = torch.softmax(_truncate(scaled, top_k, top_p), dim=-1)
-    return torch.where(is_greedy, torch.zeros_like(sampled).scatter(-1, best, 1.0), sampled)
-
-
-def sample(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Return a token of each row with chances in proportion to its weights, by the inverse of the running sum.
-
-    Args:
-        weights: [N, V], >= 0; they need not add up to 1.
-        uniform: [N], float64, in the open interval (0, 1).
-    Returns:
-        [N], int64; never a token of weight 0, except 0 in a row without weight.
-    """
-    running = weights.to(torch.float64).cumsum(dim=-1)
-    is_past = (running > uniform[:, None] * running[:, -1:]) & (weights > 0)
-    return is_past.to(torch.uint8).argmax(dim=-1)  # the first of the largest
+    return draw_uniform(seeds, round_starts, round_starts + steps, Stream.DRAFT)
 
 
 def sample_draft(logits: Tensor, options: SamplingRows, round_starts: Tensor, step: int) -> tuple[Tensor, Tensor]:
     """Return the draft token of one step of a proposal and the distribution it came from, for `verify`.
 
-    Only the temperature counts here: top-k and top-p would cost a sort of the vocabulary a step, and the verification
-    makes the result exact without them.
-
     Args:
-        logits: [R, V], the drafter's.
-        round_starts: [R], int64, position of the request's last token, where the next verification starts.
-        step: 0 for the first draft token of the round.
+        logits: [R, V], the drafter's. round_starts, step: see `draft_uniforms`.
     Returns:
         Token ids [R], int64, and probabilities [R, V], float32.
     """
-    probs = probabilities(logits, options.temperature)
-    uniform = draw_uniform(options.seeds, round_starts, round_starts + step, Stream.DRAFT)
-    return sample(probs, uniform), probs
-
-
-def _truncate(scaled: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Return the logits with -inf for the tokens that top-k, then top-p, leave out, [N, V]."""
-    if top_k is None and top_p is None:
-        return scaled
-    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    if top_k is not None:
-        vocab_size = scaled.shape[-1]
-        last = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size) - 1
-        ordered = ordered.masked_fill(ordered < ordered.gather(-1, last[:, None]), -math.inf)
-    if top_p is not None:
-        probs = torch.softmax(ordered, dim=-1).to(torch.float64)
-        mass_before = probs.cumsum(dim=-1) - probs
-        is_cut = (mass_before >= top_p[:, None]) & (top_p < 1)[:, None]  # at 1 rounding alone could reach the sum
-        ordered = ordered.masked_fill(is_cut, -math.inf)
-    return torch.empty_like(scaled).scatter(-1, order, ordered)
+    return sampling_ops.sample_draft(logits, options.temperature, draft_uniforms(options.seeds, round_starts, step))
 
 
 def _refuse(field: str, value: object, allowed: str) -> ConfigError:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from pcp_compiler.runtime.rejection import NO_TOKEN, Verdict, Verification, verify
-from pcp_compiler.runtime.sampling import SamplingParams, SamplingRows, probabilities
+from pcp_compiler.runtime.sampling import SamplingParams, SamplingRows
+from pcp_compiler.sampling_ops import probabilities
 
 BOTH: list[Verification] = ["token", "block"]
 VOCAB_SIZE = 6
@@ -275,6 +276,7 @@ def test_spoilt_logits_of_one_request_fail_it_and_leave_the_others_alone(
     params: SamplingParams, verification: Verification, spoil: str, row: int
 ) -> None:
     batch = [Judged(noise(3, VOCAB_SIZE, seed=n), [1, 2], replace(params, seed=n), None, n) for n in range(3)]
+    batch[1].logits[:2] = only(1, 2)  # its drafts are accepted, so every row decides
     before = outputs(judge(batch, verification))
     if spoil == "nothing allowed":
         batch[1].logits[row] = -math.inf
@@ -284,6 +286,20 @@ def test_spoilt_logits_of_one_request_fail_it_and_leave_the_others_alone(
     assert verdict.is_failed.tolist() == [False, True, False]
     assert outputs(verdict) == [before[0], [], before[2]]
     assert verdict.num_accepted[1] == 0
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("verification", BOTH)
+@pytest.mark.parametrize("spoil", [math.nan, math.inf, -math.inf])
+def test_spoilt_logits_behind_a_rejected_draft_change_nothing(
+    params: SamplingParams, verification: Verification, spoil: float
+) -> None:
+    logits = torch.cat([only(1, 4), noise(2, VOCAB_SIZE)])
+    before = outputs(judge([Judged(logits.clone(), [1, 2, 3], params)], verification))
+    logits[2:] = spoil
+    verdict = judge([Judged(logits, [1, 2, 3], params)], verification)
+    assert not verdict.is_failed.any()
+    assert outputs(verdict) == before == [[1, 4]]
 
 
 # --- randomness

@@ -17,7 +17,8 @@ from torch import Tensor
 from pcp_compiler.runtime import rejection, sampling
 from pcp_compiler.runtime.noise import Stream, draw_uniform
 from pcp_compiler.runtime.rejection import NO_TOKEN, Verdict, Verification, verify
-from pcp_compiler.runtime.sampling import SamplingParams, SamplingRows, probabilities, sample_draft
+from pcp_compiler.runtime.sampling import SamplingParams, SamplingRows, sample_draft
+from pcp_compiler.sampling_ops import probabilities
 
 NUM_ROUNDS = 100_000
 NUM_SIGMAS = 4.0

@@ -15,14 +15,8 @@ from torch import Tensor
 
 from pcp_compiler.errors import ConfigError
 from pcp_compiler.runtime.noise import Stream, draw_uniform
-from pcp_compiler.runtime.sampling import (
-    MAX_SEED,
-    SamplingParams,
-    SamplingRows,
-    probabilities,
-    sample,
-    sample_draft,
-)
+from pcp_compiler.runtime.sampling import MAX_SEED, SamplingParams, SamplingRows, sample_draft
+from pcp_compiler.sampling_ops import probabilities, sample
 
 # --- parameters
 
