@@ -16,7 +16,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import smollm2
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -24,6 +23,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import pcp_compiler
+import smollm2
 from pcp_compiler.backends.compilation import CallRecord, Compilation
 from pcp_compiler.trace import ModuleTrace, trace_module
 

@@ -25,7 +25,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from pcp_compiler import ops
+from pcp_compiler import kv_ops, ops
 from pcp_compiler.pass_api import Pass, PassContext, PassResult, calls, copy_meta
 from pcp_compiler.placement import REPLAYED_WHOLE
 
@@ -44,11 +44,12 @@ class GatherKv(Pass):
 
 
 def _find_pairs(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the unshards of K and of V of each attention that has one of its own for both."""
+    """Yield the unshards of K and of V of each attention or KV write that has one of its own for both."""
     order = _positions(gm)
     taken: set[fx.Node] = set()
-    for node in calls(gm, ops.ATTENTION):
-        k, v = (_unshard_behind(node.args[i]) for i in (1, 2))
+    for node in calls(gm, ops.ATTENTION, kv_ops.STORE_KV):
+        first = 1 if node.target is ops.ATTENTION else 0
+        k, v = (_unshard_behind(node.args[i]) for i in (first, first + 1))
         if k is None or v is None or k is v or taken & {k, v}:
             continue
         inputs_ready = max(order[_input(k)], order[_input(v)])

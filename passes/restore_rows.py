@@ -21,8 +21,16 @@ import torch
 from torch import fx
 
 from pcp_compiler import ops
-from pcp_compiler.pass_api import Pass, PassContext, PassResult, calls, copy_meta, erase_unused
-from pcp_compiler.passes.shard_tokens import add_index_input, find_index_input
+from pcp_compiler.pass_api import (
+    Pass,
+    PassContext,
+    PassResult,
+    add_index_input,
+    calls,
+    copy_meta,
+    erase_unused,
+)
+from pcp_compiler.passes.shard_tokens import find_index_input
 
 aten = torch.ops.aten
 RANK = "rank"
@@ -50,8 +58,13 @@ def _reads_few_rows(unshard: fx.Node, pcp_size: int) -> bool:
     """Return whether all users pick rows, fewer in all than one rank has (W is at least 2 above the threshold)."""
     wanted = 0
     for user in unshard.users:
-        if user.target not in (aten.slice.Tensor, aten.select.int) or user.args[1] != unshard.args[2]:
+        if user.target not in (aten.slice.Tensor, aten.select.int, aten.index_select.default):
             return False
+        if user.args[0] is not unshard or user.args[1] != unshard.args[2]:
+            return False
+        if user.target is aten.index_select.default:  # rows that get logits: one a request or draft, far below W
+            wanted += 1
+            continue
         rows = 1 if user.target is aten.select.int else user.meta["val"].shape[unshard.args[2]]
         if not isinstance(rows, int):
             return False
@@ -74,7 +87,8 @@ def _fetch(gm: fx.GraphModule, unshard: fx.Node, selection: fx.Node) -> None:
             sources = gm.graph.call_function(aten.select.int, (restore, 0, selection.args[2]))
             sources = gm.graph.call_function(aten.unsqueeze.default, (sources, 0))
         else:
-            sources = gm.graph.call_function(aten.slice.Tensor, (restore, 0, *selection.args[2:]))
+            target = selection.target
+            sources = gm.graph.call_function(target, (restore, 0, *selection.args[2:]))  # type: ignore[arg-type]
         rows = gm.graph.call_function(ops.RESTORE_ROWS, (x, sources, rank, dim))
         result = gm.graph.call_function(aten.squeeze.dim, (rows, dim)) if is_select else rows
     _describe(restore, sources, rows, selection, result)

@@ -31,7 +31,16 @@ from torch import Tensor, fx
 
 from pcp_compiler import ops
 from pcp_compiler.errors import InvariantError
-from pcp_compiler.pass_api import Pass, PassContext, PassResult, calls, copy_meta, erase_unused, refuse
+from pcp_compiler.pass_api import (
+    Pass,
+    PassContext,
+    PassResult,
+    add_index_input,
+    calls,
+    copy_meta,
+    erase_unused,
+    refuse,
+)
 from pcp_compiler.passes.explicit_shapes import SIZE_ARGUMENT
 from pcp_compiler.placement import REPLAYED_WHOLE, Call, Local, Rows, find_rule, size_numbers, tensor_inputs
 from pcp_compiler.sizes import SizeNodes
@@ -87,15 +96,6 @@ def find_index_input(gm: fx.GraphModule, role: str) -> fx.Node | None:
     return next(found, None)
 
 
-def add_index_input(graph: fx.Graph, role: str, value: Tensor) -> fx.Node:
-    """Add a placeholder for an index tensor behind the others."""
-    last = graph.find_nodes(op="placeholder")[-1]
-    with graph.inserting_after(last):
-        node = graph.placeholder(role)
-    node.meta.update(val=value, index_input=role)
-    return node
-
-
 class _Rewriter:
     def __init__(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         self.num_rewrites = 0
@@ -118,6 +118,9 @@ class _Rewriter:
         for node in placeholders:
             self._whole[node] = self._copy(node, lambda source: source)
         self._add_index_inputs(placeholders)
+        for node in placeholders:
+            if node.name in self._ctx.phase.local_inputs:
+                self._take_as_local(node)
         for node in nodes[len(placeholders) :]:
             self._emit(node)
         self._note_origins()
@@ -144,17 +147,31 @@ class _Rewriter:
         self._restore = add_index_input(self._graph, RESTORE, restore)
         self._size_nodes = SizeNodes(self._graph)
 
+    def _take_as_local(self, node: fx.Node) -> None:
+        """Let an input hold this rank's rows only: what another program left on this rank."""
+        rows = node.meta["verdict"].out
+        local = self._whole.pop(node)
+        local.meta["val"] = self._local_value(node.meta["val"], rows)
+        self._local[node, rows] = local
+
     def _emit(self, node: fx.Node) -> None:
         """Copy one node in the form its verdict says; other forms come when somebody asks."""
         verdict = node.meta.get("verdict")
         if node.op == "output":
-            self._graph.output(fx.map_arg(node.args[0], self.whole))
+            self._graph.output([self._result(i, value) for i, value in enumerate(node.args[0])])  # type: ignore[arg-type]
         elif not isinstance(verdict, Local):
             self._whole[node] = self._copy(node, self.whole)
         elif isinstance(verdict.out, Rows):
             self._local[node, verdict.out] = self._copy_local(node, verdict)
         else:  # several results, or none with rows
             self._whole[node] = self._copy_local(node, verdict)
+
+    def _result(self, position: int, value: object) -> Any:
+        """Return a result whole, or as this rank's rows when the phase hands it on like that."""
+        if not isinstance(value, fx.Node):
+            return value
+        rows = getattr(value.meta["verdict"], "out", None)
+        return self.local(value, rows) if position in self._ctx.phase.local_outputs and rows else self.whole(value)
 
     # -- forms of a node -----------------------------------------------------------------------------------------
 
@@ -234,14 +251,15 @@ class _Rewriter:
     def _is_free(self, node: fx.Node) -> bool:
         """Return whether every rank can compute the whole value without a collective or float work on all rows."""
         if node not in self._free:
+            is_local_input = node.name in self._ctx.phase.local_inputs
             verdict = node.meta["verdict"]
             if isinstance(verdict, Local) and node.op != "placeholder":
                 value = node.meta["val"]
                 is_index = isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
                 self._free[node] = is_index and all(self._is_free(source) for source in tensor_inputs(node))
             else:
-                self._free[node] = node.op in ("placeholder", "get_attr") or all(
-                    self._is_free(source) for source in tensor_inputs(node)
+                self._free[node] = not is_local_input and (
+                    node.op in ("placeholder", "get_attr") or all(self._is_free(s) for s in tensor_inputs(node))
                 )
         return self._free[node]
 

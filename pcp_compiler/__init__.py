@@ -14,14 +14,19 @@ if TYPE_CHECKING:
     from pcp_compiler.api import assert_sharded, attention, compilations, compile, inspect
     from pcp_compiler.config import Config, load_config
     from pcp_compiler.placement import register_placement
+    from pcp_compiler.runtime.decoder import SpeculativeDecoder
+    from pcp_compiler.runtime.generation import Generation
+    from pcp_compiler.runtime.sampling import SamplingParams
 
 _HOMES = {
     "assert_sharded": "api", "attention": "api", "compilations": "api", "compile": "api", "inspect": "api",
     "Config": "config", "load_config": "config", "register_placement": "placement",
+    "Generation": "runtime.generation", "SamplingParams": "runtime.sampling", "SpeculativeDecoder": "runtime.decoder",
 }  # fmt: skip
 
 __all__ = [
-    "Config", "assert_sharded", "attention", "compilations", "compile", "inspect", "load_config", "register_placement",
+    "Config", "Generation", "SamplingParams", "SpeculativeDecoder", "assert_sharded", "attention", "compilations",
+    "compile", "inspect", "load_config", "register_placement",
 ]  # fmt: skip
 
 

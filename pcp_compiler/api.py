@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from inspect import signature
 from itertools import chain, count
 from pathlib import Path
@@ -53,10 +54,17 @@ class CompiledModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; integer inputs (or those of option tokens) may have another length each time."""
-        self._mark_token_dims(args, kwargs)
+        token_inputs = self._token_inputs(args, kwargs)
         if not self._has_run:
             model_check.check_weights(self._model)
-        with torch_private.one_trace_settings(), torch.no_grad():
+        is_single_token = any(
+            value.shape[dim] == 1 for value, dim in token_inputs
+        )  # models ask "more than one token?", which no symbol can answer
+        if not is_single_token:
+            for value, dim in token_inputs:
+                torch_private.mark_dynamic(value, dim)
+        settings = nullcontext() if is_single_token else torch_private.one_trace_settings()
+        with settings, torch.no_grad():
             result = self._compiled(*args, **kwargs)
             if self._config.check.mode == "shadow":
                 check_equal_trees(result, self._model(*args, **kwargs), self._config.check, "the original model")
@@ -66,20 +74,21 @@ class CompiledModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compiled, name)
 
-    def _mark_token_dims(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _token_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
+        """Return the inputs that count tokens and the dims that do; raise CallError when there are no tokens."""
         tokens = self._config.tokens
         names = chain(self._positional, (f"args[{number}]" for number in count()))
-        num_tokens: dict[str, int] = {}
+        found: dict[str, tuple[Tensor, int]] = {}
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
             if not isinstance(value, Tensor):
                 continue
             model_check.check_input(name, value)
             if value.dim() and (name in tokens or not value.is_floating_point()):
-                dim = tokens.get(name, -1) % value.dim()
-                torch_private.mark_dynamic(value, dim)
-                num_tokens[name] = value.shape[dim]
-        if num_tokens and not any(num_tokens.values()):  # Dynamo would show where the model itself fails on that
-            raise CallError(f"{', '.join(num_tokens)}: no tokens; allowed: at least 1")
+                found[name] = value, tokens.get(name, -1) % value.dim()
+        lengths = [value.shape[dim] for value, dim in found.values()]
+        if lengths and not any(lengths):  # Dynamo would show where the model itself fails on that
+            raise CallError(f"{', '.join(found)}: no tokens; allowed: at least 1")
+        return list(found.values())
 
 
 def _positional_names(model: Any) -> tuple[str, ...]:

@@ -14,32 +14,31 @@ import reprlib
 import tomllib
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, PrivateAttr, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    PrivateAttr,
+    ValidationError,
+)
 from pydantic_core import ErrorDetails
 
 from pcp_compiler.errors import ConfigError
 
 PLANNED_KEYS: Final = (
-    "parallel.shard_decode",
     "parallel.dcp_size",
     "parallel.tp_size",
     "parallel.pp_size",
-    "attention.backend",
-    "attention.backend_per_kind",
-    "draft.method",
-    "draft.model",
-    "draft.num_speculative_tokens",
-    "draft.attention_backend",
-    "draft.backend_per_kind",
-    "draft.mode",
-    "draft.sampling",
-    "draft.verification",
-    "draft.k_schedule",
-    "draft.vocab_mismatch",
+    "attention.backend_per_kind.sparse_index",
+    "draft.backend_per_kind.sparse_index",
     "draft.taps",
     "draft.noise_token_id",
     "draft.layout",
@@ -55,19 +54,11 @@ PLANNED_KEYS: Final = (
     "capture.splitting_ops",
     "capture.memory_mb",
     "capture.cache_dir",
-    "limits.max_model_len",
-    "limits.max_num_requests",
-    "limits.max_num_tokens",
-    "limits.kv_block_size",
-    "limits.kv_blocks",
-    "limits.kv_cache_dtype",
-    "limits.prefill_chunk",
-    "limits.prefix_cache",
     "numerics",
 )
 """Keys of the design that do not work yet."""
 
-PLANNED_VALUES: Final = (("role", "draft"),)
+PLANNED_VALUES: Final = (("draft.method", "dspark"), ("role", "draft"))
 """Values, of keys that work, that do not work yet."""
 
 VLLM_ALIASES: Final[Mapping[str, str]] = {
@@ -100,10 +91,19 @@ VLLM_ALIASES: Final[Mapping[str, str]] = {
     "speculative_config.draft_sample_method": "draft.sampling",
     "speculative_config.enable_adaptive_verification": "draft.adaptive_verification",
     "attention_backend": "attention.backend",
+    "attention_config.backend": "attention.backend",
+    "attention_config.backend_per_kind.full_attention": "attention.backend_per_kind.full",
+    "attention_config.backend_per_kind.sliding_window": "attention.backend_per_kind.sliding_window",
+    "attention_config.backend_per_kind.mla_attention": "attention.backend_per_kind.mla",
+    "attention.backend_per_kind.full_attention": "attention.backend_per_kind.full",
+    "attention.backend_per_kind.mla_attention": "attention.backend_per_kind.mla",
+    "draft.backend_per_kind.full_attention": "draft.backend_per_kind.full",
+    "draft.backend_per_kind.mla_attention": "draft.backend_per_kind.mla",
     "max_model_len": "limits.max_model_len",
     "max_num_seqs": "limits.max_num_requests",
     "max_num_batched_tokens": "limits.max_num_tokens",
     "block_size": "limits.kv_block_size",
+    "num_gpu_blocks_override": "limits.kv_blocks",
     "kv_cache_dtype": "limits.kv_cache_dtype",
     "enable_prefix_caching": "limits.prefix_cache",
 }
@@ -113,6 +113,9 @@ VLLM_SHORT_GROUPS: Final[Mapping[str, str]] = {"cc": "compilation_config"}
 """Short form of a vLLM group to its name in `VLLM_ALIASES`."""
 
 FILE_SUFFIXES: Final = (".yaml", ".yml", ".toml", ".json")
+
+BackendName = Literal["sdpa", "sdpa_prefix"]
+"""Attention backends; what each can do is in `pcp_compiler.plan.capabilities`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,35 @@ class TokenDims(Mapping[str, int]):
 
     def __repr__(self) -> str:
         return repr(self._dims)
+
+
+def _check_k_schedule(value: object) -> tuple[tuple[int, int, int], ...]:
+    """Return the (low, high, K) ranges sorted by low; ValueError if they are no table of draft lengths."""
+    if not isinstance(value, list | tuple):
+        raise ValueError("not a list")
+    ranges = tuple(sorted(_check_k_range(entry) for entry in value))
+    if ranges and ranges[0][0] != 1:
+        raise ValueError("the first range does not start at 1")
+    if any(following[0] <= entry[1] for entry, following in pairwise(ranges)):
+        raise ValueError("two ranges overlap")
+    return ranges
+
+
+def _check_k_range(entry: object) -> tuple[int, int, int]:
+    if not isinstance(entry, list | tuple) or len(entry) != 3 or any(type(number) is not int for number in entry):
+        raise ValueError("not three integers")
+    low, high, num_draft_tokens = entry
+    if not (1 <= low <= high and num_draft_tokens >= 0):
+        raise ValueError("not 1 <= low <= high and K >= 0")
+    return low, high, num_draft_tokens
+
+
+def _check_kv_blocks(value: object) -> int | Literal["auto"]:
+    if value == "auto":
+        return "auto"
+    if type(value) is not int or value < 2:
+        raise ValueError("neither auto nor an integer >= 2")
+    return value
 
 
 class _Section(BaseModel):
@@ -174,6 +206,10 @@ class ParallelConfig(_Section):
     on_token_mixing: Annotated[Literal["refuse", "gather"], Allowed("refuse, gather")] = "refuse"
     """What to do with an op that mixes token rows: `refuse` the model, or `gather` all rows before the op."""
 
+    shard_decode: Annotated[bool, Allowed("true, false")] = False
+    """`false`: decode and verify rows run on every rank, without a PCP collective. `true`: each request's rows run on
+    one rank, its owner, and the K/V of a layer's new rows are gathered."""
+
     timeout_s: TimeoutConfig = TimeoutConfig()
     """How long a rank waits for the others."""
 
@@ -204,6 +240,122 @@ class CheckConfig(_Section):
     rules. `pcp_compiler.inspect(..., check_rows=True)` does the same with its example inputs."""
 
 
+_BACKEND_OR_NONE: Final = Allowed("sdpa, sdpa_prefix, or None for not set")
+
+
+class BackendPerKind(_Section):
+    """Attention backend of the layers of one kind."""
+
+    full: Annotated[BackendName | None, _BACKEND_OR_NONE] = None
+    """Backend of layers that attend to the whole context."""
+
+    sliding_window: Annotated[BackendName | None, _BACKEND_OR_NONE] = None
+    """Backend of layers that attend to the last `window` tokens."""
+
+    mla: Annotated[BackendName | None, _BACKEND_OR_NONE] = None
+    """Backend of multi-head latent attention layers."""
+
+
+class AttentionConfig(_Section):
+    """Which attention backend runs a layer."""
+
+    backend: Annotated[Literal["auto", BackendName], Allowed("auto, sdpa, sdpa_prefix")] = "auto"
+    """Backend of the target's layers whose kind is not set in `backend_per_kind`. `auto`: the first that can run the
+    layer's kind in the phase at hand."""
+
+    backend_per_kind: Annotated[BackendPerKind, Allowed("mapping of attention kind to backend")] = BackendPerKind()
+    """Backend by attention kind, of target and drafter; wins over `backend` and over `draft.attention_backend`."""
+
+
+class DraftConfig(_Section):
+    """How draft tokens are made and verified."""
+
+    method: Annotated[Literal["none", "mtp", "model"], Allowed("none, mtp, model")] = "none"
+    """Drafter. `none`: no speculation, the other keys of this group are unused. `mtp`: a multi-token-prediction module
+    over the target's hidden states. `model`: a smaller model of its own."""
+
+    model: Annotated[
+        str | None, Field(min_length=1), Allowed("path (non-empty string), or None for a ready drafter")
+    ] = None
+    """Checkpoint of the drafter; None: a ready drafter is passed beside the config."""
+
+    num_speculative_tokens: Annotated[int, Field(ge=0), Allowed("integer >= 0")] = 3
+    """Draft tokens K of a request and round, the upper bound of `k_schedule`. 0: none are drafted, but the drafter's
+    K/V is kept up to date."""
+
+    attention_backend: Annotated[Literal["auto", BackendName], Allowed("auto, sdpa, sdpa_prefix")] = "auto"
+    """Backend of the drafter's layers whose kind is in neither `backend_per_kind` of this group nor of `attention`."""
+
+    backend_per_kind: Annotated[BackendPerKind, Allowed("mapping of attention kind to backend")] = BackendPerKind()
+    """Backend by attention kind, of the drafter alone; wins over every other backend key."""
+
+    mode: Annotated[Literal["auto", "sharded", "replicated"], Allowed("auto, sharded, replicated")] = "auto"
+    """Rows of the drafter's first pass. `sharded`: each rank's own. `replicated`: all, on every rank. `auto`: sharded
+    where the drafter and its attention backend allow it."""
+
+    sampling: Annotated[Literal["greedy", "probabilistic"], Allowed("greedy, probabilistic")] = "greedy"
+    """How the drafter picks tokens: the likeliest, or drawn at the request's temperature."""
+
+    verification: Annotated[Literal["token", "block"], Allowed("token, block")] = "token"
+    """Acceptance test: each draft token on its own, or all of a request's drafts together. Both keep the target's
+    distribution; `block` accepts at least as many tokens on average."""
+
+    k_schedule: Annotated[
+        tuple[tuple[int, int, int], ...],
+        PlainValidator(_check_k_schedule),
+        PlainSerializer(lambda ranges: [list(entry) for entry in ranges], return_type=list[list[int]]),
+        Allowed(
+            "list of [low, high, K], integers with low <= high and K >= 0, the lowest range from 1, no overlap; "
+            "[] for off"
+        ),
+    ] = ()
+    """Draft tokens by number of running requests, both ends included. Gaps and numbers above the last range keep the K
+    of the range before; no K exceeds `num_speculative_tokens`."""
+
+    vocab_mismatch: Annotated[Literal["refuse", "pad"], Allowed("refuse, pad")] = "refuse"
+    """A drafter whose vocabulary is smaller or larger than the target's: `refuse` it, or treat the ids that only one
+    has as padding that is never drafted."""
+
+
+class LimitsConfig(_Section):
+    """Sizes of the decoder's batches and of its KV cache."""
+
+    max_model_len: Annotated[int | None, Field(ge=1), Allowed("integer >= 1, or None for the model's own")] = None
+    """Longest request in tokens, prompt and output together. None: the target's position limit."""
+
+    max_num_requests: Annotated[int, Field(ge=1), Allowed("integer >= 1")] = 32
+    """Requests that run at once; more wait in a queue."""
+
+    max_num_tokens: Annotated[int, Field(ge=1), Allowed("integer >= 1")] = 2048
+    """Token rows of one step over all requests."""
+
+    kv_block_size: Annotated[int, Field(ge=1), Allowed("integer >= 1")] = 16
+    """Tokens in one kv_block."""
+
+    kv_blocks: Annotated[
+        int | Literal["auto"],
+        PlainValidator(_check_kv_blocks),
+        Allowed("auto, or integer >= 2 (kv_block 0 is reserved)"),
+    ] = "auto"
+    """kv_blocks in the pool, the reserved kv_block 0 among them. `auto`: what free memory holds."""
+
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16", "fp8_e4m3"], Allowed("auto, fp32, bf16, fp16, fp8_e4m3")
+    ] = "auto"
+    """Type of stored keys and values. `auto`: the target's."""
+
+    prefill_chunk: Annotated[int | None, Field(ge=1), Allowed("integer >= 1, or None for max_num_tokens")] = None
+    """Most tokens of one prompt in one step; longer prompts take several. None: `max_num_tokens`."""
+
+    prefix_cache: Annotated[bool, Allowed("true, false")] = True
+    """Whether a prompt reuses the kv_blocks of an earlier one with the same beginning."""
+
+    @property
+    def prefill_chunk_resolved(self) -> int:
+        """`prefill_chunk` in tokens, with None decided."""
+        return self.max_num_tokens if self.prefill_chunk is None else self.prefill_chunk
+
+
 class DumpConfig(_Section):
     """What is written to disk while compiling."""
 
@@ -214,17 +366,20 @@ class DumpConfig(_Section):
     """`passes` writes the graph after every pass, `final` only the last stage."""
 
 
-class Config(_Section):
-    """All options of one compiled model: immutable, equal and hashable by value.
-
-    `Config(parallel={"pcp_size": 4})` takes nested keys; `load_config` also takes dotted keys, aliases and files.
-
-    Raises:
-        ConfigError: a key or value is not allowed; one line per fault.
-    """
+class _Values(_Section):
+    """The config tree with each value checked on its own, as a file that inline keys complete may hold it."""
 
     parallel: ParallelConfig = ParallelConfig()
     """How token rows are spread over ranks."""
+
+    attention: AttentionConfig = AttentionConfig()
+    """Which attention backend runs a layer."""
+
+    draft: DraftConfig = DraftConfig()
+    """How draft tokens are made and verified."""
+
+    limits: LimitsConfig = LimitsConfig()
+    """Sizes of the decoder's batches and of its KV cache."""
 
     tokens: Annotated[
         Mapping[Annotated[str, Field(min_length=1)], int],
@@ -251,6 +406,26 @@ class Config(_Section):
         except ValidationError as error:
             raise ConfigError("\n".join(_describe_fault(fault) for fault in error.errors())) from None
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What loading decided (aliases read, file values replaced), one sentence each; not part of the value."""
+        return self._notes
+
+
+class Config(_Values):
+    """All options of one compiled model: immutable, equal and hashable by value.
+
+    `Config(parallel={"pcp_size": 4})` takes nested keys; `load_config` also takes dotted keys, aliases and files.
+
+    Raises:
+        ConfigError: a key, value or combination of values is not allowed; one line per fault.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if conflicts := list(_find_conflicts(self)):
+            raise ConfigError("\n".join(conflicts))
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Config):
             return NotImplemented
@@ -259,11 +434,6 @@ class Config(_Section):
     def __hash__(self) -> int:
         return hash(self.key())
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What loading decided (aliases read, file values replaced), one sentence each; not part of the value."""
-        return self._notes
-
     def with_pcp_size(self, pcp_size: int) -> Config:
         """Return the same config for another number of ranks."""
         values = self.resolved()
@@ -271,12 +441,13 @@ class Config(_Section):
         return load_config(values)
 
     def resolved(self) -> dict[str, Any]:
-        """Return a plain, JSON-able dict with every default filled in and every None decided.
+        """Return a plain, JSON-able dict with every default filled in and each choice that needs no model decided.
 
         `parallel.ranks` may stay `auto`: that depends on the process group, not on the config.
         """
         values = self.model_dump()
         values["parallel"]["min_tokens_to_shard"] = self.parallel.min_tokens_to_shard_resolved
+        values["limits"]["prefill_chunk"] = self.limits.prefill_chunk_resolved
         return values
 
     def key(self) -> str:
@@ -287,6 +458,9 @@ class Config(_Section):
     def to_yaml(self) -> str:
         """Return YAML text with every key; loading it gives an equal Config."""
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
+
+
+_AnyValues = TypeVar("_AnyValues", bound=_Values)
 
 
 def load_config(options: Mapping[str, Any] | str | Path | Config | None) -> Config:
@@ -300,42 +474,62 @@ def load_config(options: Mapping[str, Any] | str | Path | Config | None) -> Conf
     Returns:
         Config; its `notes` name the aliases that were read and the file values that were replaced.
     Raises:
-        ConfigError: a file cannot be read, or a key or value is not allowed; one line per fault of a source.
+        ConfigError: a file cannot be read, or a key, value or combination is not allowed; one line per fault of a
+            source. Combinations are checked when the file and the other keys are put together.
     """
     if options is None:
         return Config()
     if isinstance(options, Config):
         return options
     if isinstance(options, str | Path):
-        return _load_file(Path(options))
+        return _load_file(Path(options), Config)
     if isinstance(options, Mapping):
         return _load_inline(options)
     raise ConfigError(f"options: got {_show(options)}; allowed: mapping, path, Config or None")
 
 
+# --- combinations ----------------------------------------------------------------------------------------------------
+
+
+def _find_conflicts(config: Config) -> Iterator[str]:
+    """Yield one line for each pair of allowed values that do not go together."""
+    draft, limits = config.draft, config.limits
+    unused = [f"draft.{name}" for name in DraftConfig.model_fields if name in draft.model_fields_set]
+    if unused and "draft.method" not in unused:
+        yield f"draft.method: not given beside {', '.join(unused)}; allowed: {_describe_allowed('draft.method')}"
+    verify_rows = 1 + draft.num_speculative_tokens
+    if draft.method != "none" and limits.max_num_tokens < verify_rows:
+        least = f"integer >= {verify_rows}, the 1 + draft.num_speculative_tokens rows that verify one request"
+        yield f"limits.max_num_tokens: got {_show(limits.max_num_tokens)}; allowed: {least}"
+    if limits.prefill_chunk_resolved > limits.max_num_tokens:
+        most = f"integer from 1 to limits.max_num_tokens = {limits.max_num_tokens}"
+        yield f"limits.prefill_chunk: got {_show(limits.prefill_chunk)}; allowed: {most}"
+    if limits.kv_blocks != "auto" and limits.max_model_len is not None:
+        least_blocks = 1 + -(-limits.max_model_len // limits.kv_block_size)
+        if limits.kv_blocks < least_blocks:
+            pool = f"auto, or integer >= {least_blocks}: the reserved kv_block and {least_blocks - 1} of"
+            request = f"{limits.kv_block_size} tokens for one request of limits.max_model_len = {limits.max_model_len}"
+            yield f"limits.kv_blocks: got {_show(limits.kv_blocks)}; allowed: {pool} {request}"
+
+
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def _find_sections(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yield the dotted name and the class of every section at any depth."""
-    for name, field in section.model_fields.items():
+def _find_sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """Yield (dotted name, type) of every section below `model`, each before those inside it."""
+    for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield prefix + name, field.annotation
             yield from _find_sections(field.annotation, f"{prefix}{name}.")
 
 
 _SECTIONS: Final[Mapping[str, type[BaseModel]]] = dict(_find_sections(Config))
+_MODELS: Final[Mapping[str, type[BaseModel]]] = {**_SECTIONS, "": Config}
 _FIELDS: Final = {
-    name: field
-    for name, field in (
-        *(
-            (f"{name}.{leaf}", field)
-            for name, section in _SECTIONS.items()
-            for leaf, field in section.model_fields.items()
-        ),
-        *Config.model_fields.items(),
-    )
-    if name not in _SECTIONS
+    key: field
+    for section, model in _MODELS.items()
+    for name, field in model.model_fields.items()
+    if (key := f"{section}.{name}".lstrip(".")) not in _SECTIONS
 }
 _LEAVES: Final = frozenset(_FIELDS) - {"tokens"}
 _ALLOWED_KEYS: Final = ", ".join([*("tokens.<argument>" if name == "tokens" else name for name in _FIELDS), "config"])
@@ -456,14 +650,14 @@ def _flatten(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of accepted dotted keys; the name behind `tokens.` is one name, dots and all."""
+    """Return the tree of accepted dotted keys; the name of an argument in `tokens` may hold dots of its own."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
-        group, _, name = key.partition(".") if key.startswith("tokens.") else key.rpartition(".")
-        level = tree
-        for part in group.split(".") if group else ():
-            level = level.setdefault(part, {})
-        level[name] = value
+        *groups, name = key.split(".", 1) if key.startswith("tokens.") else key.split(".")
+        branch = tree
+        for group in groups:
+            branch = branch.setdefault(group, {})
+        branch[name] = value
     return tree
 
 
@@ -496,11 +690,11 @@ class _Settings:
         if spelling != key:
             self.notes.append(f"{spelling} is read as {key}")
 
-    def build(self, base: Mapping[str, Any], notes: tuple[str, ...] = ()) -> Config:
-        """Return the Config of these values over those of `base`; raise one ConfigError with every fault."""
+    def build(self, base: Mapping[str, Any], kind: type[_AnyValues], notes: tuple[str, ...] = ()) -> _AnyValues:
+        """Return these values over those of `base` as a `kind`; raise one ConfigError with every fault."""
         faults = list(self.faults)
         try:
-            config = Config(**_nest({**base, **self.values}))
+            config = kind(**_nest({**base, **self.values}))
         except ConfigError as error:
             raise ConfigError("\n".join([*faults, str(error), *self.notes])) from None
         if faults:
@@ -512,11 +706,13 @@ class _Settings:
 def _load_inline(options: Mapping[str, Any]) -> Config:
     inline = dict(options)
     if "config" not in inline:
-        return _Settings(inline).build({})
+        return _Settings(inline).build({}, Config)
     path = inline.pop("config")
     if not isinstance(path, str | Path):
         raise ConfigError(f"config: got {_show(path)}; allowed: path of a file ending in {', '.join(FILE_SUFFIXES)}")
-    file_config = _load_file(Path(path))  # checked alone first: a fault of the file is not hidden by an inline value
+    file_config = _load_file(
+        Path(path), _Values
+    )  # checked alone first: a fault of the file is not hidden by an inline value
     base = dict(_flatten(file_config.model_dump(exclude_unset=True)))
     settings = _Settings(inline)
     settings.notes += [
@@ -524,18 +720,18 @@ def _load_inline(options: Mapping[str, Any]) -> Config:
         for key, value in settings.values.items()
         if key in base and not _is_same(value, base[key])
     ]
-    return settings.build(base, file_config.notes)
+    return settings.build(base, Config, file_config.notes)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def _load_file(path: Path) -> Config:
+def _load_file(path: Path, kind: type[_AnyValues]) -> _AnyValues:
     data = _read_file(path)
     if "config" in data:
         raise ConfigError(f"{path}: config: got {_show(data['config'])}; allowed: a file cannot name another file")
     try:
-        return _Settings(data).build({})
+        return _Settings(data).build({}, kind)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 

@@ -11,7 +11,6 @@ from typing import Self
 
 from torch._dynamo.exc import ShortenTraceback
 
-
 _PROJECT_FOLDER = str(Path(__file__).parent)
 
 

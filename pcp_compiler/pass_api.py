@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from torch import fx
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from pcp_compiler.config import Config
 from pcp_compiler.errors import UnsupportedGraphError
@@ -36,6 +38,52 @@ class Decisions:
 
 
 @dataclass(frozen=True, slots=True)
+class RowMetadata:
+    """That each row of a program is a request of its own, so that attention metadata is made in the graph."""
+
+    position_input: str
+    """Input [1, N] with the position of each row."""
+    max_model_len: int
+    """Rows at this position or above write nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChain:
+    """A drafter's step as part of a proposal: what `unroll_draft` has to know of its inputs, beside the positions.
+
+    The step takes token ids and hidden states, [1, N] and [1, N, H], and returns hidden states [L, H] and logits [L, V]
+    of the rows that `row_input` [L] picks.
+    """
+
+    num_draft_tokens: int
+    """K, >= 1."""
+    is_greedy: bool
+    """Whether the most likely token is taken; otherwise the program takes temperatures and random numbers."""
+    token_input: str
+    hidden_input: str
+    row_input: str
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What a program is for: which rows it runs and what it keeps between calls."""
+
+    name: str = "prefill"
+    is_sharded: bool = True
+    """Whether each rank runs its own rows; otherwise every rank runs all of them."""
+    block_size: int | None = None
+    """Slots of a KV block; None: the program has no cache."""
+    local_inputs: frozenset[str] = frozenset()
+    """Token inputs that hold this rank's rows only."""
+    local_outputs: frozenset[int] = frozenset()
+    """Results that stay this rank's rows."""
+    rows: RowMetadata | None = None
+    """None: the host says with spans what each row sees."""
+    chain: DraftChain | None = None
+    """Of a program that runs a whole proposal; with `rows`."""
+
+
+@dataclass(frozen=True, slots=True)
 class PassContext:
     """All that a pass may read besides the graph."""
 
@@ -44,6 +92,7 @@ class PassContext:
     position_inputs: frozenset[str] = frozenset()
     user_inputs: frozenset[str] = frozenset()
     decisions: Decisions = field(default_factory=Decisions)
+    phase: Phase = Phase()
 
 
 class PassResult(NamedTuple):
@@ -115,6 +164,29 @@ def calls(gm: fx.GraphModule, *targets: object) -> Iterator[fx.Node]:
     """Yield the call_function nodes of these targets in graph order; safe to edit while iterating."""
     wanted = set(targets)
     yield from [node for node in gm.graph.nodes if node.op == "call_function" and node.target in wanted]
+
+
+def add_index_input(graph: fx.Graph, role: str, value: Tensor) -> fx.Node:
+    """Add a placeholder for an index tensor behind the others."""
+    last = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(role)
+    node.meta.update(val=value, index_input=role)
+    return node
+
+
+def add_call(
+    graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None,
+    name: str | None = None,
+) -> fx.Node:  # fmt: skip
+    """Add a call at the insertion point, with the value that the op gives for the values of its inputs."""
+    node = graph.create_node("call_function", target, args, kwargs or {}, name=name)
+    values, named = fx.map_arg((args, kwargs or {}), lambda source: source.meta["val"])
+    tensors = [value for value in tree_leaves((values, named)) if isinstance(value, Tensor)]
+    mode = next((mode for value in tensors if (mode := getattr(value, "fake_mode", None))), None)
+    with mode or nullcontext():
+        node.meta["val"] = target(*values, **named)
+    return node
 
 
 def copy_meta(source: fx.Node, target: fx.Node) -> None:

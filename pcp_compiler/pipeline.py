@@ -14,14 +14,17 @@ from pcp_compiler.config import Config
 from pcp_compiler.errors import InvariantError
 from pcp_compiler.graph_text import count_ops, format_graph
 from pcp_compiler.invariants import check_invariants
-from pcp_compiler.pass_api import Decisions, Pass, PassContext
+from pcp_compiler.pass_api import Decisions, Pass, PassContext, Phase
+from pcp_compiler.passes.attach_kv import AttachKv
 from pcp_compiler.passes.canonicalize_attention import CanonicalizeAttention
 from pcp_compiler.passes.canonicalize_experts import CanonicalizeExperts
 from pcp_compiler.passes.explicit_shapes import ExplicitShapes
 from pcp_compiler.passes.gather_kv import GatherKv
+from pcp_compiler.passes.hoist_prologue import HoistPrologue
 from pcp_compiler.passes.infer_placements import InferPlacements
 from pcp_compiler.passes.restore_rows import RestoreRows
 from pcp_compiler.passes.shard_tokens import ShardTokens
+from pcp_compiler.passes.unroll_draft import UnrollDraft
 from pcp_compiler.program import RankProgram, build_program
 from pcp_compiler.trace import Trace, copy_graph, is_positions, paused_gc
 
@@ -32,17 +35,32 @@ CANONICAL_PASSES: tuple[Pass, ...] = (
     CanonicalizeAttention(),  # before placements: a [T, T] mask has rows on two dims and could not be placed
     CanonicalizeExperts(),  # before placements: it takes out a sort of tokens, which would be refused
 )
+CACHE_PASSES: tuple[Pass, ...] = (
+    AttachKv(),  # before placements: with a cache, K and V of all rows are wanted by the write, not by attention
+)
 SHARDING_PASSES: tuple[Pass, ...] = (
     InferPlacements(),  # decides and refuses before anything is rewritten
     ShardTokens(),  # carries the placements out, with one plain unshard wherever all rows are needed
     GatherKv(),  # after shard_tokens: packs its two unshards a layer
     RestoreRows(),  # last: an unshard that only feeds a row selection is left over once K and V are packed
 )
+METADATA_PASSES: tuple[Pass, ...] = (
+    UnrollDraft(),  # the steps of a proposal in one graph, so that what they share can be seen
+    HoistPrologue(),  # last: metadata of all layers and steps is there now
+)
 
 
-def passes_for(config: Config) -> tuple[Pass, ...]:
-    """Return the passes of a config: nothing is sharded on one rank."""
-    return CANONICAL_PASSES + (SHARDING_PASSES if config.parallel.pcp_size > 1 else ())
+def passes_for(config: Config, phase: Phase) -> tuple[Pass, ...]:
+    """Return the passes of a config and phase: nothing is sharded on one rank."""
+    is_sharded = phase.is_sharded and config.parallel.pcp_size > 1
+    passes = CANONICAL_PASSES
+    if phase.block_size is not None:
+        passes += CACHE_PASSES
+    if is_sharded:
+        passes += SHARDING_PASSES
+    if phase.rows is not None:
+        passes += METADATA_PASSES
+    return passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,29 +91,40 @@ class Lowered:
     decisions: Decisions
 
 
-def make_context(trace: Trace, config: Config) -> PassContext:
+def make_context(trace: Trace, config: Config, phase: Phase | None = None) -> PassContext:
     """Return what the passes read besides the graph of a trace."""
     return PassContext(
         config,
         trace.seeds,
         position_inputs=frozenset(entry.name for entry in trace.inputs if is_positions(entry)),
         user_inputs=frozenset(entry.name for entry in trace.inputs if entry.kind == "user"),
+        phase=phase or Phase(),
     )
 
 
 @paused_gc()
-def lower(trace: Trace, config: Config, *, record: bool = False) -> Lowered:
+def lower(
+    trace: Trace,
+    config: Config,
+    *,
+    record: bool = False,
+    phase: Phase | None = None,
+    passes: tuple[Pass, ...] | None = None,
+) -> Lowered:
     """Run the passes of a config over a copy of a trace and print the program.
 
     Args:
         record: keep a copy of the graph after each pass, for dumps and inspection.
+        phase: what the program is for; default: a sharded prefill without a cache.
+        passes: other passes than `passes_for` this config and phase, to see what one of them is good for.
     Raises:
         UnsupportedGraphError: the model cannot be sharded; names node, source line and knob.
     """
+    phase = phase or Phase()
     gm = trace.copy_graph()
-    ctx = make_context(trace, config)
+    ctx = make_context(trace, config, phase)
     stages = [_stage("trace", gm, 0, 0.0, 0.0, record)]
-    for number, step in enumerate(passes_for(config), 1):
+    for number, step in enumerate(passes_for(config, phase) if passes is None else passes, 1):
         _publish(f"pcp.{number:02}.{step.name}.before", gm, ctx)
         gm, stage = run_pass(step, gm, ctx, record=record)
         _publish(f"pcp.{number:02}.{step.name}.after", gm, ctx)
@@ -103,7 +132,7 @@ def lower(trace: Trace, config: Config, *, record: bool = False) -> Lowered:
     _log_summary(config, stages)
     gm.recompile()
     program = build_program(
-        gm, dict(trace.seeds), pcp_size=config.parallel.pcp_size, title=f"prefill, P = {config.parallel.pcp_size}"
+        gm, dict(trace.seeds), pcp_size=config.parallel.pcp_size, title=f"{phase.name}, P = {config.parallel.pcp_size}"
     )
     return Lowered(program, tuple(stages), ctx.decisions)
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import sympy
 import torch
 from torch import fx
 
-from pcp_compiler import ops
+from pcp_compiler import kv_ops, ops
 from pcp_compiler.errors import ConfigError
 from pcp_compiler.torch_private import size_expression
 
@@ -154,7 +155,6 @@ def size_numbers(graph: fx.Graph, num_tokens: int | torch.SymInt) -> tuple[Calla
 
     Symbols are replaced by distinct primes above a million, so that products of sizes keep their factors apart.
     """
-    primes = iter((1_000_003, 1_000_033, 1_000_037, 1_000_039, 1_000_081, 1_000_099, 1_000_117, 1_000_121))
     values: dict[object, int] = {}
 
     def number(size: int | torch.SymInt) -> int:
@@ -163,7 +163,7 @@ def size_numbers(graph: fx.Graph, num_tokens: int | torch.SymInt) -> tuple[Calla
         expression = size_expression(size)
         for symbol in sorted(expression.free_symbols, key=str):
             if symbol not in values:
-                values[symbol] = next(primes)
+                values[symbol] = sympy.nextprime(max(values.values(), default=1_000_000))
         return int(expression.subs(values))
 
     memo: dict[fx.Node, tuple[int, ...]] = {}
@@ -639,6 +639,18 @@ def experts(call: Call) -> Verdict | None:
     if any(call.rows(node) is not None for node in call.tensors[2:]):
         return None
     return Local(rows, (rows, rows) + (None,) * (len(call.tensors) - 2))
+
+
+@_rule(kv_ops.STORE_KV)
+def store_kv(call: Call) -> Verdict | None:
+    """Keys and values of all rows go to the cache."""
+    return Whole(None)
+
+
+@_first_rule(kv_ops.PAGED_ATTENTION)
+def paged_attention(call: Call, node: fx.Node, rows: Rows) -> Verdict | None:
+    """Query rows stay; the cache holds everything else."""
+    return Local(rows, (rows,) + (None,) * (len(call.tensors) - 1)) if rows == Rows(1) else None
 
 
 def _any_rows(call: Call) -> bool:

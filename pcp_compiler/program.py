@@ -29,6 +29,8 @@ class RankProgram:
     graph_module: fx.GraphModule
     source: str
     function: ProgramFunction
+    input_names: tuple[str, ...]
+    """The caller's inputs: weights first, then those of a call."""
     index_roles: tuple[tuple[int, str], ...]
     """Position among the inputs and role of every index tensor."""
     schedule: tuple[tuple[str, str], ...]
@@ -79,17 +81,17 @@ def _in_profiler_ranges(program: Program, phase: str) -> Program:
 def build_program(gm: fx.GraphModule, seeds: dict[str, int], *, pcp_size: int, title: str) -> RankProgram:
     """Print a lowered graph and load the print."""
     source = print_program(gm, seeds, pcp_size=pcp_size, title=title)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    names = tuple(node.name for node in placeholders if "index_input" not in node.meta)
     roles = tuple(
-        (position, node.meta["index_input"])
-        for position, node in enumerate(gm.graph.find_nodes(op="placeholder"))
-        if "index_input" in node.meta
+        (position, node.meta["index_input"]) for position, node in enumerate(placeholders) if "index_input" in node.meta
     )
     schedule = tuple(
         (node.name, node.target._schema.name.removeprefix("pcp::"))
         for node in gm.graph.nodes
         if node.target in ops.COLLECTIVES
     )
-    return RankProgram(gm, source, load_program(source, title), roles, schedule)
+    return RankProgram(gm, source, load_program(source, title), names, roles, schedule)
 
 
 def load_program(source: str, title: str) -> ProgramFunction:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import reduce
+from typing import Any
 
 import sympy
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pcp_compiler.torch_private import size_expression
+from pcp_compiler.torch_private import size_expression, size_from_expression
 
 aten = torch.ops.aten
 _OPERATIONS: dict[str, Callable[[object, object], object]] = {
@@ -103,3 +105,21 @@ class SizeNodes:
         node.meta["val"] = value
         self._last_top = node
         return node
+
+
+def replace_symbol(value: Any, old: sympy.Expr, new: sympy.Expr, mode: FakeTensorMode) -> Any:
+    """Return a node's value with another size in the place of one symbol, in all its sizes."""
+
+    def replace(size: int | torch.SymInt) -> int | torch.SymInt:
+        expression = size_expression(size)
+        return size_from_expression(mode, expression.subs(old, new)) if old in expression.free_symbols else size
+
+    if isinstance(value, (tuple, list)):
+        return type(value)(replace_symbol(part, old, new, mode) for part in value)
+    if isinstance(value, torch.SymInt):
+        return replace(value)
+    if not isinstance(value, Tensor) or not any(old in size_expression(size).free_symbols for size in value.shape):
+        return value
+    shape, stride = [replace(size) for size in value.shape], [replace(step) for step in value.stride()]
+    with mode:
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)

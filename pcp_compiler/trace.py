@@ -110,10 +110,10 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def num_tokens(gm: fx.GraphModule, seeds: Mapping[str, int]) -> int | torch.SymInt:
-    """Return T of a graph: the size of its first seed."""
-    name, dim = next(iter(seeds.items()))
-    node = next(node for node in gm.graph.find_nodes(op="placeholder") if node.name == name)
-    size: int | torch.SymInt = node.meta["val"].shape[dim]
+    """Return T of a graph: the size of its first seed that a pass left among the inputs."""
+    inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
+    name = next(name for name in seeds if name in inputs)
+    size: int | torch.SymInt = inputs[name].meta["val"].shape[seeds[name]]
     return size
 
 
@@ -298,7 +298,7 @@ def _unique(name: str, taken: set[str]) -> str:
 
 def trace_module(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *,
-    tokens: Mapping[str, int] | None = None,
+    tokens: Mapping[str, int] | None = None, other_sizes: Mapping[str, int] | None = None,
 ) -> ModuleTrace:  # fmt: skip
     """Trace a module once for every number of tokens, without running it.
 
@@ -306,6 +306,7 @@ def trace_module(
         args, kwargs: an example call. Token inputs are symbols in the graph: those named in `tokens`, otherwise the
             last dim of every integer tensor.
         tokens: argument name to token dim, for inputs that are not integer ids.
+        other_sizes: argument name to a dim that varies between calls and does not count tokens.
     Returns:
         The trace; its inputs are the parameters and buffers, then the tensors of the call.
     Raises:
@@ -318,7 +319,8 @@ def trace_module(
     model_check.check_module(module)
     wanted = dict(tokens or {})
     names, leaves, rebuild_call = _named_leaves(module, args, kwargs or {})
-    dims = [_token_dim(name, leaf, wanted) for name, leaf in zip(names, leaves, strict=True)]
+    varying = wanted | dict(other_sizes or {})
+    dims = [_token_dim(name, leaf, varying) for name, leaf in zip(names, leaves, strict=True)]
     weights = dict(model_check.named_weights(module))
     for name, weight in weights.items():
         model_check.check_weight(name, weight)

@@ -20,18 +20,32 @@ from pcp_compiler.config import (
     FILE_SUFFIXES,
     PLANNED_KEYS,
     VLLM_ALIASES,
+    AttentionConfig,
+    BackendPerKind,
     Config,
+    DraftConfig,
     DumpConfig,
+    LimitsConfig,
     ParallelConfig,
     load_config,
 )
 from pcp_compiler.errors import ConfigError
 
-PARALLEL_KEYS = "pcp_size, ranks, min_tokens_to_shard, on_token_mixing, timeout_s"
+PARALLEL_KEYS = "pcp_size, ranks, min_tokens_to_shard, on_token_mixing, shard_decode, timeout_s"
+LIMITS_KEYS = (
+    "max_model_len, max_num_requests, max_num_tokens, kv_block_size, kv_blocks, kv_cache_dtype, prefill_chunk, "
+    "prefix_cache"
+)
 ALLOWED_KEYS = (
-    "parallel.pcp_size, parallel.ranks, parallel.min_tokens_to_shard, parallel.on_token_mixing, "
-    "parallel.timeout_s.start, parallel.timeout_s.step, check.mode, check.rtol, check.atol, check.rows, dump.dir, "
-    "dump.level, tokens.<argument>, role, config"
+    "parallel.pcp_size, parallel.ranks, parallel.min_tokens_to_shard, parallel.on_token_mixing, parallel.shard_decode, "
+    "parallel.timeout_s.start, parallel.timeout_s.step, "
+    "attention.backend, attention.backend_per_kind.full, attention.backend_per_kind.sliding_window, "
+    "attention.backend_per_kind.mla, draft.method, draft.model, draft.num_speculative_tokens, draft.attention_backend, "
+    "draft.mode, draft.sampling, draft.verification, draft.k_schedule, draft.vocab_mismatch, "
+    "draft.backend_per_kind.full, draft.backend_per_kind.sliding_window, draft.backend_per_kind.mla, "
+    "limits.max_model_len, limits.max_num_requests, limits.max_num_tokens, limits.kv_block_size, limits.kv_blocks, "
+    "limits.kv_cache_dtype, limits.prefill_chunk, limits.prefix_cache, "
+    "check.mode, check.rtol, check.atol, check.rows, dump.dir, dump.level, tokens.<argument>, role, config"
 )
 SIZE = "integer >= 1"
 RANKS = "auto, virtual, distributed"
@@ -40,6 +54,17 @@ MIN_TOKENS = "integer >= 0, or None for 2 * pcp_size"
 FOLDER = "folder path (non-empty string), or None for off"
 TOLERANCE = "number >= 0, or None by dtype"
 DIM = "integer (token dim, may be negative)"
+SWITCH = "true, false"
+COUNT = "integer >= 0"
+BACKEND = "auto, sdpa, sdpa_prefix"
+KIND_BACKEND = "sdpa, sdpa_prefix, or None for not set"
+CHECKPOINT = "path (non-empty string), or None for a ready drafter"
+SCHEDULE = (
+    "list of [low, high, K], integers with low <= high and K >= 0, the lowest range from 1, no overlap; [] for off"
+)
+NO_BACKENDS = {"full": None, "sliding_window": None, "mla": None}
+BACKEND_KINDS = ("full", "sliding_window", "mla")
+KV_BLOCKS = "auto, or integer >= 2 (kv_block 0 is reserved)"
 DIMS = "mapping of argument name (non-empty string) to token dim (integer, may be negative)"
 
 FULL: dict[str, Any] = {
@@ -48,7 +73,34 @@ FULL: dict[str, Any] = {
         "ranks": "virtual",
         "min_tokens_to_shard": 0,
         "on_token_mixing": "gather",
+        "shard_decode": True,
         "timeout_s": {"start": 30.0, "step": 5.5},
+    },
+    "attention": {
+        "backend": "sdpa",
+        "backend_per_kind": {"full": "sdpa", "sliding_window": None, "mla": "sdpa_prefix"},
+    },
+    "draft": {
+        "method": "mtp",
+        "model": "drafter",
+        "num_speculative_tokens": 5,
+        "attention_backend": "sdpa_prefix",
+        "backend_per_kind": {"full": None, "sliding_window": "sdpa_prefix", "mla": "sdpa"},
+        "mode": "replicated",
+        "sampling": "probabilistic",
+        "verification": "block",
+        "k_schedule": [[1, 2, 3], [3, 5, 2], [6, 8, 1]],
+        "vocab_mismatch": "pad",
+    },
+    "limits": {
+        "max_model_len": 256,
+        "max_num_requests": 8,
+        "max_num_tokens": 64,
+        "kv_block_size": 4,
+        "kv_blocks": 65,
+        "kv_cache_dtype": "fp8_e4m3",
+        "prefill_chunk": 32,
+        "prefix_cache": False,
     },
     "tokens": {"input_ids": -1, "x": 0},
     "check": {"mode": "inputs", "rtol": 0.5, "atol": 0.0, "rows": True},
@@ -76,7 +128,31 @@ def write(folder: Path, name: str, text: str) -> Path:
 def test_no_options_give_the_documented_defaults() -> None:
     config = load_config(None)
     assert config.parallel == ParallelConfig(
-        pcp_size=1, ranks="auto", min_tokens_to_shard=None, on_token_mixing="refuse"
+        pcp_size=1, ranks="auto", min_tokens_to_shard=None, on_token_mixing="refuse", shard_decode=False
+    )
+    assert config.attention == AttentionConfig(backend="auto", backend_per_kind=BackendPerKind())
+    assert BackendPerKind() == BackendPerKind(full=None, sliding_window=None, mla=None)
+    assert config.draft == DraftConfig(
+        method="none",
+        model=None,
+        num_speculative_tokens=3,
+        attention_backend="auto",
+        backend_per_kind=BackendPerKind(),
+        mode="auto",
+        sampling="greedy",
+        verification="token",
+        k_schedule=(),
+        vocab_mismatch="refuse",
+    )
+    assert config.limits == LimitsConfig(
+        max_model_len=None,
+        max_num_requests=32,
+        max_num_tokens=2048,
+        kv_block_size=16,
+        kv_blocks="auto",
+        kv_cache_dtype="auto",
+        prefill_chunk=None,
+        prefix_cache=True,
     )
     assert config.dump == DumpConfig(dir=None, level="passes")
     assert dict(config.tokens) == {}
@@ -89,6 +165,10 @@ def test_every_working_key_reaches_the_config() -> None:
     config = load_config(FULL)
     assert config.model_dump() == FULL
     assert (config.parallel.pcp_size, config.tokens["input_ids"], config.dump.level) == (4, -1, "final")
+    assert (config.draft.k_schedule, config.attention.backend_per_kind.mla) == (
+        ((1, 2, 3), (3, 5, 2), (6, 8, 1)),
+        "sdpa_prefix",
+    )
 
 
 def test_a_ready_config_is_returned_as_it_is() -> None:
@@ -125,6 +205,47 @@ def test_a_ready_config_is_returned_as_it_is() -> None:
         ("check.rtol", True, "True (bool)", TOLERANCE),
         ("check.atol", float("nan"), "nan (float)", TOLERANCE),
         ("check.rows", 1, "1 (int)", "True, False"),
+        ("parallel.shard_decode", 1, "1 (int)", SWITCH),
+        ("parallel.shard_decode", "true", '"true" (str)', SWITCH),
+        ("attention.backend", "flash", '"flash" (str)', BACKEND),
+        ("attention.backend", None, "None (NoneType)", BACKEND),
+        ("attention.backend_per_kind.full", "auto", '"auto" (str)', KIND_BACKEND),
+        ("attention.backend_per_kind.mla", 1, "1 (int)", KIND_BACKEND),
+        ("draft.method", "eagle", '"eagle" (str)', "none, mtp, model"),
+        ("draft.method", None, "None (NoneType)", "none, mtp, model"),
+        ("draft.model", "", '"" (str)', CHECKPOINT),
+        ("draft.num_speculative_tokens", -1, "-1 (int)", COUNT),
+        ("draft.num_speculative_tokens", True, "True (bool)", COUNT),
+        ("draft.num_speculative_tokens", None, "None (NoneType)", COUNT),
+        ("draft.attention_backend", "FLASH_ATTN", '"FLASH_ATTN" (str)', BACKEND),
+        ("draft.backend_per_kind.sliding_window", "sdpa_", '"sdpa_" (str)', KIND_BACKEND),
+        ("draft.mode", "shard", '"shard" (str)', "auto, sharded, replicated"),
+        ("draft.sampling", "random", '"random" (str)', "greedy, probabilistic"),
+        ("draft.verification", True, "True (bool)", "token, block"),
+        ("draft.k_schedule", None, "None (NoneType)", SCHEDULE),
+        ("draft.k_schedule", 3, "3 (int)", SCHEDULE),
+        ("draft.k_schedule", "123", '"123" (str)', SCHEDULE),
+        ("draft.k_schedule", [1, 2, 3], "[1, 2, 3] (list)", SCHEDULE),
+        ("draft.k_schedule", [[1, 2]], "[[1, 2]] (list)", SCHEDULE),
+        ("draft.k_schedule", [[1, 2, 3.0]], "[[1, 2, 3.0]] (list)", SCHEDULE),
+        ("draft.k_schedule", [[1, 2, True]], "[[1, 2, True]] (list)", SCHEDULE),
+        ("draft.k_schedule", [[1, 2, -1]], "[[1, 2, -1]] (list)", SCHEDULE),
+        ("draft.k_schedule", [[2, 1, 3]], "[[2, 1, 3]] (list)", SCHEDULE),
+        ("draft.k_schedule", [[0, 1, 3]], "[[0, 1, 3]] (list)", SCHEDULE),
+        ("draft.k_schedule", [[2, 4, 3]], "[[2, 4, 3]] (list)", SCHEDULE),
+        ("draft.k_schedule", [[1, 3, 3], [3, 4, 1]], "[[1, 3, 3], [3, 4, 1]] (list)", SCHEDULE),
+        ("draft.vocab_mismatch", "cut", '"cut" (str)', "refuse, pad"),
+        ("limits.max_model_len", 0, "0 (int)", "integer >= 1, or None for the model's own"),
+        ("limits.max_num_requests", 0, "0 (int)", SIZE),
+        ("limits.max_num_tokens", None, "None (NoneType)", SIZE),
+        ("limits.kv_block_size", 16.0, "16.0 (float)", SIZE),
+        ("limits.kv_blocks", 1, "1 (int)", KV_BLOCKS),
+        ("limits.kv_blocks", True, "True (bool)", KV_BLOCKS),
+        ("limits.kv_blocks", "all", '"all" (str)', KV_BLOCKS),
+        ("limits.kv_blocks", None, "None (NoneType)", KV_BLOCKS),
+        ("limits.kv_cache_dtype", "fp8", '"fp8" (str)', "auto, fp32, bf16, fp16, fp8_e4m3"),
+        ("limits.prefill_chunk", 0, "0 (int)", "integer >= 1, or None for max_num_tokens"),
+        ("limits.prefix_cache", "yes", '"yes" (str)', SWITCH),
         ("dump.dir", "", '"" (str)', FOLDER),
         ("dump.dir", 3, "3 (int)", FOLDER),
         ("dump.level", "all", '"all" (str)', "passes, final"),
@@ -151,6 +272,10 @@ def test_a_value_of_the_wrong_type_or_range_is_refused(key: str, value: Any, sho
         ("parallel", None, "None (NoneType)", f"mapping with the keys {PARALLEL_KEYS}"),
         ("parallel.timeout_s", 60, "60 (int)", "mapping with the keys start, step"),
         ("check", "inputs", '"inputs" (str)', "mapping with the keys mode, rtol, atol, rows"),
+        ("attention", "sdpa", '"sdpa" (str)', "mapping with the keys backend, backend_per_kind"),
+        ("attention.backend_per_kind", "x", '"x" (str)', "mapping with the keys full, sliding_window, mla"),
+        ("draft.backend_per_kind", None, "None (NoneType)", "mapping with the keys full, sliding_window, mla"),
+        ("limits", 3, "3 (int)", f"mapping with the keys {LIMITS_KEYS}"),
         ("dump", "out", '"out" (str)', "mapping with the keys dir, level"),
         ("tokens", ["x"], "['x'] (list)", DIMS),
         ("tokens", None, "None (NoneType)", DIMS),
@@ -170,16 +295,22 @@ def test_a_key_that_is_not_a_string_is_refused(options: Any, where: str) -> None
     assert refusal(options) == f"{where}: got the key 1 (int); allowed: keys are strings"
 
 
-@pytest.mark.parametrize(("key", "value", "allowed"), [("role", "draft", "target")])
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("draft.method", "dspark", "none, mtp, model"),
+        ("role", "draft", "target"),
+    ],
+)
 def test_a_planned_value_is_refused_as_planned(key: str, value: str, allowed: str) -> None:
     expected = f'{key}: got "{value}" (str), which is planned and does not work yet; allowed: {allowed}'
     assert refusal({key: value}) == expected
 
 
 def test_all_faults_of_one_source_come_in_one_error() -> None:
-    options = {"parallel": {"pcp_size": "4", "ranks": "x", "shard_decode": True}, "dump.level": 1, "zzz": 1}
+    options = {"parallel": {"pcp_size": "4", "ranks": "x", "tp_size": 2}, "dump.level": 1, "zzz": 1}
     assert refusal(options).splitlines() == [
-        "parallel.shard_decode is planned and does not work yet; remove it",
+        "parallel.tp_size is planned and does not work yet; remove it",
         f"zzz is not a config key; allowed: {ALLOWED_KEYS}",
         'parallel.pcp_size: got "4" (str); allowed: integer >= 1',
         'parallel.ranks: got "x" (str); allowed: auto, virtual, distributed',
@@ -215,7 +346,7 @@ def test_a_planned_key_is_refused_by_name_whatever_its_value(key: str) -> None:
             assert refusal(options) == f"{key} is planned and does not work yet; remove it"
 
 
-@pytest.mark.parametrize("group", ["attention", "draft", "capture", "limits"])
+@pytest.mark.parametrize("group", ["capture"])
 def test_a_planned_group_is_refused_by_name(group: str) -> None:
     values: list[Any] = [None, {}, "auto"]
     for value in values:
@@ -226,7 +357,11 @@ def test_every_key_of_the_public_contract_either_works_or_is_planned() -> None:
     working = {"parallel.pcp_size", "parallel.ranks", "parallel.min_tokens_to_shard", "parallel.on_token_mixing"}
     working |= {"parallel.timeout_s.start", "parallel.timeout_s.step"}
     working |= {"check.mode", "check.rtol", "check.atol", "check.rows"}
-    working |= {"dump.dir", "dump.level", "tokens", "role"}
+    working |= {"parallel.shard_decode", "dump.dir", "dump.level", "tokens", "role", "attention.backend"}
+    working |= {f"{group}.backend_per_kind.{kind}" for group in ("attention", "draft") for kind in BACKEND_KINDS}
+    working |= {f"draft.{name}" for name in FULL["draft"] if name != "backend_per_kind"}
+    working |= {f"limits.{name}" for name in FULL["limits"]}
+    assert {key.removesuffix(".<argument>") for key in ALLOWED_KEYS.split(", ")} == working | {"config"}
     assert not working & set(PLANNED_KEYS)
     assert len(set(PLANNED_KEYS)) == len(PLANNED_KEYS)
     assert set(VLLM_ALIASES.values()) <= working | set(PLANNED_KEYS)
@@ -243,6 +378,12 @@ def test_every_key_of_the_public_contract_either_works_or_is_planned() -> None:
         ("paralel", "parallel"),
         ("dump.levels", "dump.level"),
         ("token", "tokens"),
+        ("draft.metod", "draft.method"),
+        ("parallel.shard_decod", "parallel.shard_decode"),
+        ("draft.backend_per_kind.ful", "draft.backend_per_kind.full"),
+        ("speculative_config.modell", "speculative_config.model"),
+        ("max_num_seq", "max_num_seqs"),
+        ("limit", "limits"),
         ("rol", "role"),
         ("cofig", "config"),
         ("prefill_context_paralel_size", "prefill_context_parallel_size"),
@@ -256,8 +397,8 @@ def test_an_unknown_key_names_the_nearest_key_and_all_that_are_allowed(key: str,
 @pytest.mark.parametrize(
     ("key", "nearest"),
     [
-        ("draft.metod", "draft.method"),
-        ("parallel.shard_decod", "parallel.shard_decode"),
+        ("draft.tap", "draft.taps"),
+        ("parallel.tp_siz", "parallel.tp_size"),
         ("cudagraph_mod", "cudagraph_mode"),
         ("captures", "capture"),
     ],
@@ -369,12 +510,56 @@ def test_loading_leaves_the_callers_mapping_alone(tmp_path: Path) -> None:
         ("-pcp", 4, "parallel.pcp_size"),
         ("debug_dump_path", "out", "dump.dir"),
         ("--compilation-config.debug_dump_path", "out", "dump.dir"),
+        ("--attention-backend", "sdpa", "attention.backend"),
+        ("attention_config.backend", "sdpa", "attention.backend"),
+        ("--attention-config.backend_per_kind.full_attention", "sdpa", "attention.backend_per_kind.full"),
+        (
+            "attention_config.backend_per_kind.sliding_window",
+            "sdpa",
+            "attention.backend_per_kind.sliding_window",
+        ),
+        ("attention_config.backend_per_kind.mla_attention", "sdpa", "attention.backend_per_kind.mla"),
+        ("attention.backend_per_kind.full_attention", "sdpa", "attention.backend_per_kind.full"),
+        ("attention.backend_per_kind.mla_attention", "sdpa", "attention.backend_per_kind.mla"),
+        ("--max-model-len", 64, "limits.max_model_len"),
+        ("--max-num-seqs", 8, "limits.max_num_requests"),
+        ("max_num_batched_tokens", 64, "limits.max_num_tokens"),
+        ("block_size", 32, "limits.kv_block_size"),
+        ("num_gpu_blocks_override", 9, "limits.kv_blocks"),
+        ("kv_cache_dtype", "fp8_e4m3", "limits.kv_cache_dtype"),
+        ("--enable-prefix-caching", False, "limits.prefix_cache"),
     ],
 )
 def test_a_vllm_spelling_is_read_and_noted(spelling: str, value: Any, key: str) -> None:
     config = load_config({spelling: value})
     assert config == load_config({key: value}) != Config()
     assert config.notes == (f"{spelling} is read as {key}",)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "value", "key"),
+    [
+        ("num_speculative_tokens", 5, "draft.num_speculative_tokens"),
+        ("num_speculative_tokens_per_batch_size", [[1, 8, 3]], "draft.k_schedule"),
+        ("draft_sample_method", "probabilistic", "draft.sampling"),
+        ("speculative_config.model", "m", "draft.model"),
+        ("--speculative-config.attention_backend", "sdpa", "draft.attention_backend"),
+        ("speculative_config.num_speculative_tokens", 5, "draft.num_speculative_tokens"),
+        ("speculative_config.num_speculative_tokens_per_batch_size", [[1, 8, 3]], "draft.k_schedule"),
+        ("speculative_config.draft_sample_method", "probabilistic", "draft.sampling"),
+        ("draft.backend_per_kind.full_attention", "sdpa", "draft.backend_per_kind.full"),
+        ("draft.backend_per_kind.mla_attention", "sdpa", "draft.backend_per_kind.mla"),
+    ],
+)
+def test_a_vllm_spelling_of_a_draft_key_is_read_beside_a_method(spelling: str, value: Any, key: str) -> None:
+    config = load_config({"speculative_config.method": "mtp", spelling: value})
+    assert config == load_config({"draft.method": "mtp", key: value}) != load_config({"draft.method": "mtp"})
+    assert config.notes == ("speculative_config.method is read as draft.method", f"{spelling} is read as {key}")
+
+
+def test_a_whole_vllm_speculative_config_is_read_as_the_draft_group() -> None:
+    options = {"--speculative-config": {"method": "mtp", "model": "m", "num_speculative_tokens": 4}}
+    assert load_config(options).draft == DraftConfig(method="mtp", model="m", num_speculative_tokens=4)
 
 
 def test_an_alias_may_stand_beside_our_key_with_the_same_value() -> None:
@@ -403,17 +588,13 @@ def test_a_bad_value_of_an_alias_names_both_spellings() -> None:
         ),
         ({"splitting_ops": []}, "splitting_ops", "capture.splitting_ops"),
         ({"cudagraph_capture_sizes": [1, 2]}, "cudagraph_capture_sizes", "capture.sizes"),
-        ({"num_speculative_tokens": 3}, "num_speculative_tokens", "draft.num_speculative_tokens"),
         (
-            {"num_speculative_tokens_per_batch_size": [[1, 8, 3]]},
-            "num_speculative_tokens_per_batch_size",
-            "draft.k_schedule",
+            {"--speculative-config": {"enable_adaptive_verification": True}},
+            "--speculative-config.enable_adaptive_verification",
+            "draft.adaptive_verification",
         ),
-        ({"speculative_config": {"method": "mtp"}}, "speculative_config.method", "draft.method"),
-        ({"--speculative-config": {"model": "m"}}, "--speculative-config.model", "draft.model"),
         ({"-dcp": 2}, "-dcp", "parallel.dcp_size"),
         ({"--tensor-parallel-size": 2}, "--tensor-parallel-size", "parallel.tp_size"),
-        ({"max_num_seqs": 8}, "max_num_seqs", "limits.max_num_requests"),
     ],
 )
 def test_a_vllm_spelling_of_a_planned_key_is_refused_with_both_names(
@@ -478,10 +659,10 @@ def test_an_inline_alias_wins_over_the_file(tmp_path: Path) -> None:
 
 
 def test_a_fault_of_the_file_is_not_hidden_by_an_inline_value(tmp_path: Path) -> None:
-    path = write(tmp_path, "c.json", '{"parallel": {"pcp_size": "2", "ranks": 1}, "draft": {"method": "mtp"}}')
+    path = write(tmp_path, "c.json", '{"parallel": {"pcp_size": "2", "ranks": 1}, "capture": {"mode": "none"}}')
     message = refusal({"config": path, "parallel.pcp_size": 4})
     assert message.splitlines() == [
-        f"{path}: draft.method is planned and does not work yet; remove it",
+        f"{path}: capture.mode is planned and does not work yet; remove it",
         'parallel.pcp_size: got "2" (str); allowed: integer >= 1',
         "parallel.ranks: got 1 (int); allowed: auto, virtual, distributed",
     ]
@@ -596,6 +777,88 @@ def test_a_folder_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path) == f"{tmp_path}: is a folder; allowed: a file ending in .yaml, .yml, .toml, .json"
 
 
+# --- combinations ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"draft": {"num_speculative_tokens": 5, "mode": "sharded"}},
+            "draft.method: not given beside draft.num_speculative_tokens, draft.mode; allowed: none, mtp, model",
+        ),
+        (
+            {"draft.backend_per_kind.full": "sdpa"},
+            "draft.method: not given beside draft.backend_per_kind; allowed: none, mtp, model",
+        ),
+        (
+            {"draft": {"method": "mtp", "num_speculative_tokens": 8}, "limits.max_num_tokens": 8},
+            "limits.max_num_tokens: got 8 (int); allowed: integer >= 9, the 1 + draft.num_speculative_tokens rows that "
+            "verify one request",
+        ),
+        (
+            {"limits": {"prefill_chunk": 65, "max_num_tokens": 64}},
+            "limits.prefill_chunk: got 65 (int); allowed: integer from 1 to limits.max_num_tokens = 64",
+        ),
+        (
+            {"limits": {"max_model_len": 65, "kv_block_size": 16, "kv_blocks": 5}},
+            "limits.kv_blocks: got 5 (int); allowed: auto, or integer >= 6: the reserved kv_block and 5 of 16 tokens "
+            "for one request of limits.max_model_len = 65",
+        ),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
+    assert refusal(options) == message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"draft": {"method": "none", "num_speculative_tokens": 5}},
+        {"draft": {"method": "none", "num_speculative_tokens": 8}, "limits.max_num_tokens": 8},
+        {"draft": {"method": "mtp", "num_speculative_tokens": 8}, "limits.max_num_tokens": 9},
+        {"draft": {"method": "mtp", "num_speculative_tokens": 0}, "limits.max_num_tokens": 1},
+        {"limits": {"prefill_chunk": 64, "max_num_tokens": 64}},
+        {"limits": {"max_model_len": 65, "kv_blocks": 6}},
+        {"limits": {"max_model_len": 64, "kv_blocks": 5}},
+        {"limits": {"kv_blocks": 2}},
+        {"draft": {}},
+    ],
+)
+def test_values_at_the_edge_of_a_combination_are_accepted(options: dict[str, Any]) -> None:
+    assert load_config(load_config(options).model_dump()) == load_config(options)
+
+
+def test_all_conflicts_come_in_one_error() -> None:
+    options = {"draft.model": "m", "limits": {"prefill_chunk": 65, "max_num_tokens": 64}}
+    assert [line.partition(":")[0] for line in refusal(options).splitlines()] == [
+        "draft.method",
+        "limits.prefill_chunk",
+    ]
+
+
+def test_inline_keys_may_complete_or_mend_the_combination_of_a_file(tmp_path: Path) -> None:
+    text = "draft: {num_speculative_tokens: 5}\nlimits: {prefill_chunk: 64, max_num_tokens: 32}\n"
+    path = write(tmp_path, "c.yaml", text)
+    config = load_config({"config": path, "draft.method": "mtp", "limits.max_num_tokens": 64})
+    assert (config.draft.num_speculative_tokens, config.limits.prefill_chunk) == (5, 64)
+    assert "draft.method: not given beside draft.num_speculative_tokens" in refusal(path)
+    assert refusal({"config": path, "draft.method": "mtp"}).startswith("limits.prefill_chunk: got 64 (int)")
+
+
+def test_one_kind_of_a_file_is_replaced_inline_and_the_others_stay(tmp_path: Path) -> None:
+    path = write(tmp_path, "c.yaml", "attention: {backend_per_kind: {full: sdpa, mla: sdpa_prefix}}\n")
+    config = load_config({"config": path, "attention.backend_per_kind.mla": "sdpa"})
+    assert config.attention.backend_per_kind == BackendPerKind(full="sdpa", mla="sdpa")
+
+
+def test_a_k_schedule_is_kept_sorted() -> None:
+    schedule = [[3, 5, 2], [1, 2, 3]]
+    config = load_config({"draft": {"method": "mtp", "k_schedule": schedule}})
+    assert config.draft.k_schedule == ((1, 2, 3), (3, 5, 2))
+    assert schedule == [[3, 5, 2], [1, 2, 3]]
+
+
 # --- the object ------------------------------------------------------------------------------------------------------
 
 
@@ -611,7 +874,35 @@ def test_the_resolved_config_has_every_choice_decided(options: dict[str, Any], e
     config = load_config({**options, "tokens.x": 1})
     resolved = config.resolved()
     assert resolved == {
-        "parallel": {**expected, "on_token_mixing": "refuse", "timeout_s": {"start": 600.0, "step": 60.0}},
+        "parallel": {
+            **expected,
+            "on_token_mixing": "refuse",
+            "shard_decode": False,
+            "timeout_s": {"start": 600.0, "step": 60.0},
+        },
+        "attention": {"backend": "auto", "backend_per_kind": NO_BACKENDS},
+        "draft": {
+            "method": "none",
+            "model": None,
+            "num_speculative_tokens": 3,
+            "attention_backend": "auto",
+            "backend_per_kind": NO_BACKENDS,
+            "mode": "auto",
+            "sampling": "greedy",
+            "verification": "token",
+            "k_schedule": [],
+            "vocab_mismatch": "refuse",
+        },
+        "limits": {
+            "max_model_len": None,
+            "max_num_requests": 32,
+            "max_num_tokens": 2048,
+            "kv_block_size": 16,
+            "kv_blocks": "auto",
+            "kv_cache_dtype": "auto",
+            "prefill_chunk": 2048,
+            "prefix_cache": True,
+        },
         "tokens": {"x": 1},
         "check": {"mode": "none", "rtol": None, "atol": None, "rows": False},
         "dump": {"dir": None, "level": "passes"},
@@ -652,6 +943,15 @@ def test_equal_values_are_equal_and_hash_equal_whatever_their_notes_and_order() 
         {"tokens.z": 0},
         {"dump.dir": None},
         {"dump.level": "passes"},
+        {"parallel.shard_decode": False},
+        {"attention.backend": "auto"},
+        {"attention.backend_per_kind.full": None},
+        {"draft.method": "model"},
+        {"draft.num_speculative_tokens": 4},
+        {"draft.backend_per_kind.mla": None},
+        {"draft.k_schedule": []},
+        {"limits.kv_blocks": "auto"},
+        {"limits.prefix_cache": True},
     ],
 )
 def test_another_value_gives_another_config_and_key(change: dict[str, Any], tmp_path: Path) -> None:
@@ -662,7 +962,7 @@ def test_another_value_gives_another_config_and_key(change: dict[str, Any], tmp_
 
 
 def test_a_decided_default_shares_the_key_of_its_explicit_value() -> None:
-    explicit = {"parallel.min_tokens_to_shard": 2, "parallel.timeout_s.step": 60}
+    explicit = {"parallel.min_tokens_to_shard": 2, "parallel.timeout_s.step": 60, "limits.prefill_chunk": 2048}
     assert load_config(explicit).key() == Config().key()
 
 
@@ -678,7 +978,14 @@ def test_a_config_is_not_equal_to_its_dict() -> None:
 
 def test_a_config_cannot_be_changed() -> None:
     config = load_config(FULL)
-    for section, name in ((config, "role"), (config.parallel, "pcp_size"), (config.dump, "dir")):
+    for section, name in (
+        (config, "role"),
+        (config.parallel, "pcp_size"),
+        (config.dump, "dir"),
+        (config.attention.backend_per_kind, "full"),
+        (config.draft, "k_schedule"),
+        (config.limits, "kv_blocks"),
+    ):
         with pytest.raises(ValidationError, match="frozen"):
             setattr(section, name, 1)
     with pytest.raises(TypeError):
@@ -694,7 +1001,7 @@ def test_changing_the_dict_later_does_not_change_the_config() -> None:
 
 
 def test_a_config_survives_pickle_and_deepcopy_with_its_notes() -> None:
-    config = load_config({"-pcp": 4, "tokens.x": 1})
+    config = load_config({"-pcp": 4, "tokens.x": 1, "draft": {"method": "mtp", "k_schedule": [[1, 2, 3]]}})
     for twin in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
         assert twin == config
         assert twin.notes == config.notes == ("-pcp is read as parallel.pcp_size",)
@@ -705,8 +1012,10 @@ def test_a_config_survives_pickle_and_deepcopy_with_its_notes() -> None:
     [
         ({"parallel": {"pcp_size": "4"}}, 'parallel.pcp_size: got "4" (str); allowed: integer >= 1'),
         ({"parallel": 3}, f"parallel: got 3 (int); allowed: mapping with the keys {PARALLEL_KEYS}"),
-        ({"draft": {"method": "mtp"}}, "draft is planned and does not work yet; remove it"),
-        ({"parallel": {"shard_decode": True}}, "parallel.shard_decode is planned and does not work yet; remove it"),
+        ({"capture": {"mode": "none"}}, "capture is planned and does not work yet; remove it"),
+        ({"draft": {"method": "mtp", "taps": []}}, "draft.taps is planned and does not work yet; remove it"),
+        ({"draft": {"mode": "auto"}}, "draft.method: not given beside draft.mode; allowed: none, mtp, model"),
+        ({"parallel": {"tp_size": 2}}, "parallel.tp_size is planned and does not work yet; remove it"),
         ({"rol": "target"}, f"rol is not a config key; did you mean role? allowed: {ALLOWED_KEYS}"),
         ({"tokens": {1: 2}}, f"tokens: got the name 1 (int); allowed: {DIMS}"),
         (
@@ -727,16 +1036,20 @@ def test_the_constructor_takes_ready_sections() -> None:
 
 
 def test_every_field_has_a_description() -> None:
-    for model in (Config, ParallelConfig, DumpConfig):
+    sections = (ParallelConfig, AttentionConfig, BackendPerKind, DraftConfig, LimitsConfig, DumpConfig)
+    for model in (Config, *sections):
         assert all(field.description for field in model.model_fields.values())
 
 
 names = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1, max_size=8)
 configs = st.builds(
-    lambda size, least, mixing, tokens, folder, level: Config(
+    lambda size, least, mixing, tokens, folder, level, backends, schedule, kv_blocks: Config(
         parallel={"pcp_size": size, "min_tokens_to_shard": least, "on_token_mixing": mixing},
         tokens=tokens,
         dump={"dir": folder, "level": level},
+        attention={"backend_per_kind": backends},
+        draft={"method": "mtp", "backend_per_kind": backends, "k_schedule": schedule},
+        limits={"kv_blocks": kv_blocks},
     ),
     st.integers(1, 10**6),
     st.none() | st.integers(0, 10**6),
@@ -744,6 +1057,9 @@ configs = st.builds(
     st.dictionaries(names | st.sampled_from(["on", "1", "null", "<<", "=", "~"]), st.integers(-4, 4), max_size=3),
     st.none() | names | st.sampled_from(["1", "true", "2024-01-01"]),
     st.sampled_from(["passes", "final"]),
+    st.dictionaries(st.sampled_from(BACKEND_KINDS), st.sampled_from(["sdpa", "sdpa_prefix", None])),
+    st.sampled_from([[], [[1, 1, 0]], [[4, 6, 1], [1, 2, 3]]]),
+    st.just("auto") | st.integers(2, 10**6),
 )
 
 

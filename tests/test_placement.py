@@ -349,7 +349,8 @@ EXAMPLES: dict[str, list[Example]] = {
         Example(aten.index_select.default, (CUBE, 1, ids(4))),
     ],
     "pieces written": [
-        Example(aten.copy.default, (X, X * 2)), Example(aten.copy.default, (X, floats(8))),
+        Example(aten.copy.default, (X, X * 2)),
+        Example(aten.copy.default, (X, floats(8))),
         *(Example(aten.slice_scatter.default, (CUBE, floats(4, 4, 4)[:, :, :2], d, 1, 3)) for d in (-1,)),
         *(Example(aten.slice_scatter.default, (CUBE, floats(4, 2, 4), d, 1, 3)) for d in (1,)),
         *(Example(aten.select_scatter.default, (CUBE, floats(4, 4), dim, 1)) for dim in (0, 1, 2)),

@@ -123,3 +123,13 @@ def _expert_linear(module: Any, name: str, x: Tensor, expert_ids: Tensor) -> Ten
 AttentionInterface.register("pcp_spec", attention_forward)
 AttentionMaskInterface.register("pcp_spec", attention_mask)
 ExpertsInterface.register("pcp_spec", experts_forward)
+ROWS = "pcp_spec_rows"
+"""Attention without any mask: what a row sees is decided when the graph is lowered. For the runtime's own traces."""
+
+
+def _rows_mask(**_options: Any) -> None:
+    return None
+
+
+AttentionInterface.register(ROWS, attention_forward)
+AttentionMaskInterface.register(ROWS, _rows_mask)

@@ -297,3 +297,16 @@ def test_a_layer_that_says_it_is_not_causal_is_refused() -> None:
     compiled = pcp_compiler.compile(make_encoder_like_llama(), options(2))
     with pytest.raises(UnsupportedGraphError, match="attention without a causal mask"):
         compiled(make_ids(9))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "pcp_spec"])
+def test_one_token_after_longer_prompts_equals_eager(attention: str) -> None:
+    model = make_llama(attention)
+    compiled = pcp_compiler.compile(model, options(2))
+    lengths = [5, 1, 2, 1, 9]
+    for num_tokens in lengths:
+        ids = make_ids(num_tokens)
+        with torch.no_grad():
+            expected = model(ids).logits
+        assert (compiled(ids).logits - expected).abs().max() <= 1e-5
+    pcp_compiler.assert_sharded(compiled, calls=len(lengths), pcp_size=2, replicated=lengths.count(1))

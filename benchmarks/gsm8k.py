@@ -1,0 +1,244 @@
+"""Solve GSM8K questions with SmolLM2-135M-Instruct and its MTP drafter; measure answers, acceptance and speed.
+
+One run prints one row. `--table` runs four configurations side by side: P = 1, P = 4 greedy, P = 4 probabilistic, and
+P = 4 probabilistic with a K schedule, and prints the differences to the first. Answers are scored by the last number
+in the text. Agreement: every greedy output is checked token by token against plain greedy decoding of the eager model,
+by running it once over prompt and output; the first differing token is a tie flip when the two best logits are closer
+than `--tie-margin`. The exit code is 1 when a greedy output differs and it is no tie.
+
+    python benchmarks/gsm8k.py --count 20 --max-new-tokens 64 --pcp 4 --mode sharded
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import nn
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import smollm2  # noqa: E402
+from pcp_compiler import Generation, SamplingParams, SpeculativeDecoder  # noqa: E402
+
+SCHEDULE = [[1, 8, 3], [9, 16, 2], [17, 32, 1]]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Results of one configuration; `acceptance_error` is the standard error of the rate over prompts."""
+
+    name: str
+    num_prompts: int
+    correct: float
+    invalid: float
+    acceptance_rate: float
+    acceptance_length: float
+    acceptance_error: float
+    per_position: list[float]
+    tokens: int
+    tokens_per_s: float
+    equal_outputs: int
+    tie_flips: int
+    other_flips: int
+    counts: dict[str, Any]
+
+
+def main() -> int:
+    options = parse_arguments()
+    console = Console()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = smollm2.load_model(DTYPES[options.dtype]).to(device)
+    problems = smollm2.read_problems(Path(options.data))[: options.count]
+    shots = smollm2.shots()[: options.shots]
+    prompts = [smollm2.gsm8k_prompt(problem.question, shots)[0].tolist() for problem in problems]
+    rows, outputs = [], []
+    for name, config in configurations(options):
+        row, generated = run(name, config, target, prompts, problems, options)
+        rows.append(row)
+        outputs.append([generation.token_ids for generation in generated])
+        console.print(f"{name}: {row.tokens_per_s:.0f} tokens/s, acceptance length {row.acceptance_length:.3f}")
+    if options.json:
+        print(json.dumps([asdict(row) for row in rows]))
+    console.print(result_table(rows, outputs, f"{device.type}, torch {torch.__version__}, {options.dtype}"))
+    return int(any(row.other_flips for row in rows))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    data = EXAMPLES / "data" / "gsm8k_test.jsonl"
+    parser.add_argument("--data", default=str(data), help="JSON lines with question and answer")
+    parser.add_argument("--count", type=int, default=20, help="questions from the start of the file (default 20)")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--concurrency", type=int, default=8, help="requests at once (default 8)")
+    parser.add_argument("--k", type=int, default=3, help="draft tokens, 0: no drafter (default 3)")
+    parser.add_argument("--schedule", type=json.loads, default=[], help="K by batch size, such as [[1,8,3],[9,32,1]]")
+    parser.add_argument("--pcp", type=int, default=1, help="virtual ranks (default 1)")
+    parser.add_argument(
+        "--mode", choices=["auto", "sharded", "replicated"], default="auto", help="how the drafter runs"
+    )
+    parser.add_argument("--sampling", choices=["greedy", "probabilistic"], default="greedy")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of probabilistic runs (default 1.0)")
+    parser.add_argument("--shots", type=int, default=0, choices=range(6), help="worked examples in the prompt")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--tie-margin", type=float, help="default 1e-3 in fp32, 0.25 in bf16")
+    parser.add_argument("--prefill-chunk", type=int)
+    parser.add_argument("--table", action="store_true", help="four configurations side by side")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if options.tie_margin is None:
+        options.tie_margin = 1e-3 if options.dtype == "fp32" else 0.25
+    return options
+
+
+def configurations(options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and config of every run."""
+    if not options.table:
+        name = f"P = {options.pcp} {options.sampling}, K = {options.schedule or options.k}"
+        return [(name, config_of(options, options.pcp, options.sampling, options.schedule))]
+    return [
+        ("P = 1 greedy", config_of(options, 1, "greedy", [])),
+        ("P = 4 greedy", config_of(options, 4, "greedy", [])),
+        ("P = 4 probabilistic", config_of(options, 4, "probabilistic", [])),
+        (f"P = 4 probabilistic {SCHEDULE}", config_of(options, 4, "probabilistic", SCHEDULE)),
+    ]
+
+
+def config_of(options: argparse.Namespace, pcp_size: int, sampling: str, schedule: list[list[int]]) -> dict[str, Any]:
+    """Return the decoder's config for one run."""
+    limits = {"max_model_len": 2048, "max_num_requests": options.concurrency, "prefill_chunk": options.prefill_chunk}
+    config: dict[str, Any] = {"parallel": {"pcp_size": pcp_size}, "limits": limits}
+    if options.k:
+        config["draft"] = {
+            "method": "mtp",
+            "model": str(EXAMPLES / "drafters" / "smollm2-135m-mtp"),
+            "num_speculative_tokens": options.k,
+            "mode": options.mode if pcp_size > 1 else "auto",
+            "sampling": sampling,
+            "k_schedule": schedule,
+        }
+    return config
+
+
+def run(
+    name: str,
+    config: dict[str, Any],
+    target: nn.Module,
+    prompts: list[list[int]],
+    problems: list[smollm2.Problem],
+    options: argparse.Namespace,
+) -> tuple[Row, list[Generation]]:
+    """Generate for all prompts and score the outputs."""
+    decoder = SpeculativeDecoder(target, config)
+    is_greedy = "probabilistic" not in name
+    end = smollm2.load_tokenizer().eos_token_id
+    temperature = 0.0 if is_greedy else options.temperature
+    params = [
+        SamplingParams(options.max_new_tokens, temperature=temperature, seed=number, stop_token_ids=(end,))
+        for number in range(len(prompts))
+    ]
+    started = time.perf_counter()
+    generated = decoder.generate(prompts, params)
+    seconds = time.perf_counter() - started
+    equal, ties, others = agreement(target, prompts, generated, options.tie_margin) if is_greedy else (0, 0, 0)
+    totals = type(generated[0].stats)()
+    for generation in generated:
+        totals.add(generation.stats)
+    answers = [score(generation, problem) for generation, problem in zip(generated, problems, strict=True)]
+    rates = torch.tensor([g.stats.acceptance_rate for g in generated if g.stats.num_draft_tokens], dtype=torch.float64)
+    tokens = sum(len(generation.token_ids) for generation in generated)
+    row = Row(
+        name=name,
+        num_prompts=len(prompts),
+        correct=answers.count("correct") / len(answers),
+        invalid=answers.count("invalid") / len(answers),
+        acceptance_rate=totals.acceptance_rate,
+        acceptance_length=totals.acceptance_length,
+        acceptance_error=float(rates.std() / len(rates) ** 0.5) if len(rates) > 1 else 0.0,
+        per_position=list(totals.per_position),
+        tokens=tokens,
+        tokens_per_s=tokens / seconds,
+        equal_outputs=equal,
+        tie_flips=ties,
+        other_flips=others,
+        counts=asdict(decoder.target.counts),
+    )
+    return row, generated
+
+
+def score(generation: Generation, problem: smollm2.Problem) -> str:
+    """Return correct, wrong or invalid (no number)."""
+    text = smollm2.load_tokenizer().decode(generation.token_ids, skip_special_tokens=True)
+    numbers = re.findall(r"-?\d[\d,]*\.?\d*", text)
+    wanted = problem.answer.rsplit("####", 1)[1].strip().replace(",", "")
+    if not numbers:
+        return "invalid"
+    found = numbers[-1].replace(",", "").rstrip(".")
+    return "correct" if float(found) == float(wanted) else "wrong"
+
+
+def agreement(
+    target: nn.Module, prompts: list[list[int]], generated: list[Generation], tie_margin: float
+) -> tuple[int, int, int]:
+    """Return outputs equal to plain greedy, tie flips, and other flips; the first difference of an output counts."""
+    equal = ties = others = 0
+    device = next(target.parameters()).device
+    with torch.no_grad(), Progress(transient=True) as progress:
+        for prompt, generation in progress.track(list(zip(prompts, generated, strict=True)), description="checking"):
+            ids = torch.tensor([prompt + generation.token_ids], device=device)
+            logits = target(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+            emitted = torch.tensor(generation.token_ids, device=device)
+            differs = (logits.argmax(-1) != emitted).nonzero()
+            if not len(differs):
+                equal += 1
+                continue
+            first = int(differs[0])
+            margin = float(logits[first].max() - logits[first, emitted[first]])
+            ties, others = (ties + 1, others) if margin < tie_margin else (ties, others + 1)
+    return equal, ties, others
+
+
+def result_table(rows: list[Row], outputs: list[list[list[int]]], title: str) -> Table:
+    """Show all runs and their differences to the first."""
+    table = Table(title=f"GSM8K, SmolLM2-135M-Instruct + MTP, {title}", box=None)
+    headings = (
+        "run", "correct", "invalid", "accept\nrate", "accept\nlength", "tokens/s", "equal to\neager greedy", "tie\nflips",
+        "other\nflips", "equal to\nfirst run", "rate - first,\nin std errors",
+    )  # fmt: skip
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row, output in zip(rows, outputs, strict=True):
+        same = sum(a == b for a, b in zip(output, outputs[0], strict=True))
+        error = (row.acceptance_error**2 + rows[0].acceptance_error ** 2) ** 0.5
+        distance = (row.acceptance_rate - rows[0].acceptance_rate) / error if error else 0.0
+        checked = "probabilistic" not in row.name
+        table.add_row(
+            row.name,
+            f"{row.correct:.1%}",
+            f"{row.invalid:.1%}",
+            f"{row.acceptance_rate:.3f}",
+            f"{row.acceptance_length:.3f}",
+            f"{row.tokens_per_s:.0f}",
+            f"{row.equal_outputs}/{row.num_prompts}" if checked else "-",
+            str(row.tie_flips) if checked else "-",
+            str(row.other_flips) if checked else "-",
+            f"{same}/{row.num_prompts}" if checked else "-",
+            f"{distance:+.1f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Models that propose tokens for a target to verify, and their checkpoint loaders."""

@@ -1,0 +1,1 @@
+"""Batches, paged KV cache and the decoder that drives compiled programs."""

@@ -1,0 +1,188 @@
+"""One traced module with its KV caches and its programs: rows sharded over the ranks, or whole on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+
+from pcp_compiler.config import Config
+from pcp_compiler.errors import InvariantError
+from pcp_compiler.kv_formats import cache_shape
+from pcp_compiler.pass_api import Phase
+from pcp_compiler.passes.attach_kv import SLOTS
+from pcp_compiler.pipeline import Lowered, lower
+from pcp_compiler.program import RankProgram
+from pcp_compiler.ranks import ExecutedCollective, run_lockstep
+from pcp_compiler.runtime.batch import PAD_SLOT
+from pcp_compiler.runtime.layout import StepIndex
+from pcp_compiler.trace import ModuleTrace, trace_module
+
+KvPlacement = Literal["shared", "per_rank"]
+
+
+@dataclass(slots=True)
+class RunCounts:
+    """What a model ran so far."""
+
+    num_sharded: int = 0
+    num_whole: int = 0
+    num_rows: int = 0
+    """Rows of a rank in sharded runs, padding included."""
+    num_global_rows: int = 0
+    """Rows of the whole batch in sharded runs."""
+    num_collectives: int = 0
+
+
+class CompileCache:
+    """Traces and programs by what they were made of: decoders of the same models share them.
+
+    A trace is for modules whose weights are the same objects; hyper-parameters must not change in between.
+    """
+
+    def __init__(self) -> None:
+        self._traces: dict[tuple[object, ...], tuple[nn.Module, ModuleTrace]] = {}
+        self._programs: dict[tuple[object, ...], tuple[ModuleTrace, Lowered]] = {}
+
+    def trace(self, module: nn.Module, example: tuple[Tensor, ...], tokens: Sequence[str]) -> ModuleTrace:
+        """Return the trace of a module of `runtime.rows`, made now or before."""
+        options = tuple(value for value in vars(module).values() if isinstance(value, int | str))
+        key = (type(module), options, *map(id, module.parameters()), *map(id, module.buffers()))
+        if key not in self._traces:
+            traced = trace_module(module, example, tokens=dict.fromkeys(tokens, 1), other_sizes={"logit_rows": 0})
+            self._traces[key] = module, traced  # the module too: ids are only unique among living objects
+        return self._traces[key][1]
+
+    def lower(self, traced: ModuleTrace, config: Config, phase: Phase) -> Lowered:
+        """Return the program of a trace for a phase, made now or before.
+
+        Limits and draft options reach a program through its phase alone; the passes do not get to see them.
+        """
+        own = Config(**config.model_dump(exclude={"limits", "draft"}))
+        key = (id(traced), own, phase)
+        if key not in self._programs:
+            self._programs[key] = traced, lower(traced.trace, own, phase=phase)
+        return self._programs[key][1]
+
+
+class CachedModel:
+    """Runs a module of `runtime.rows` for all virtual ranks. `allocate` gives it its caches.
+
+    Args:
+        module: takes rows as [1, T]-shaped tensors, and `logit_rows`. example: a call of it. tokens: its token inputs.
+        local_input, local_output: a token input and a result that stay on their rank when rows are sharded.
+        compile_cache: where the module may have been compiled before.
+    """
+
+    def __init__(
+        self, module: nn.Module, example: tuple[Tensor, ...], tokens: Sequence[str], config: Config, *, name: str,
+        compile_cache: CompileCache, local_input: str | None = None, local_output: int | None = None,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.pcp_size = config.parallel.pcp_size
+        self.counts = RunCounts()
+        self.executed: list[ExecutedCollective] = []
+        self.caches: list[dict[str, Tensor]] = []
+        self._module = module
+        self._weights: list[Tensor] = []
+        self.refresh_weights()
+        self._compile_cache = compile_cache
+        self.traced = compile_cache.trace(module, example, tokens)
+        self._config = config
+        self.block_size = block_size = config.limits.kv_block_size
+        self.whole = self.lower(Phase(f"{name}, whole", is_sharded=False, block_size=block_size))
+        self.sharded: Lowered | None = None
+        if self.pcp_size > 1:
+            phase = Phase(
+                f"{name}, sharded", block_size=block_size,
+                local_inputs=frozenset() if local_input is None else frozenset({local_input}),
+                local_outputs=frozenset() if local_output is None else frozenset({local_output}),
+            )  # fmt: skip
+            self.sharded = self.lower(phase)
+
+    def lower(self, phase: Phase) -> Lowered:
+        """Return a program of the module for another phase; it runs with the same weights and caches."""
+        return self._compile_cache.lower(self.traced, self._config, phase)
+
+    def refresh_weights(self) -> None:
+        """Run with the parameters and buffers that the module has now."""
+        self._weights = [*self._module.parameters(), *self._module.buffers()]  # the order of the programs' inputs
+
+    def bytes_per_slot(self, dtype: torch.dtype | None) -> int:
+        """Return the memory of one KV slot over all layers."""
+        layouts = (_slot_layout(node, dtype) for node in _cache_inputs(self.whole.program))
+        return sum(math.prod(shape) * stored.itemsize for shape, stored in layouts)
+
+    def allocate(self, num_slots: int, dtype: torch.dtype | None, *, copies: int = 1) -> None:
+        """Make the caches of all layers, each with a spare row.
+
+        Args:
+            dtype: type of stored keys and values, None: the model's.
+            copies: 1: the ranks of one process share a cache, which rank 0 writes; P: each rank has its own, as on
+                several devices.
+        """
+        self.caches = []
+        for _ in range(copies):
+            caches = {}
+            for node in _cache_inputs(self.whole.program):
+                shape, stored = _slot_layout(node, dtype)
+                device = node.meta["val"].device
+                caches[node.meta["index_input"]] = torch.zeros(num_slots + 1, *shape, dtype=stored, device=device)
+            self.caches.append(caches)
+
+    def run_whole(
+        self, inputs: Mapping[str, Tensor], index: Mapping[str, Tensor], program: RankProgram | None = None
+    ) -> Sequence[Any]:
+        """Run all rows on every rank; ranks that share a cache would all do the same, so one stands for all.
+
+        Args:
+            program: one of `lower`, default: that of the module itself.
+        """
+        program = program or self.whole.program
+        results = [self._run([self._start(program, inputs, index, rank)])[0] for rank in range(len(self.caches))]
+        self.counts.num_whole += 1
+        return results[0]
+
+    def run_sharded(self, inputs: Sequence[Mapping[str, Tensor]], step: StepIndex) -> list[Sequence[Any]]:
+        """Run each rank's rows; return the results of every rank."""
+        assert self.sharded is not None and step.partition is not None
+        program = self.sharded.program
+        results = self._run(
+            [self._start(program, inputs[rank], step.ranks[rank], rank) for rank in range(self.pcp_size)]
+        )
+        ran = tuple((collective.name, collective.op) for collective in self.executed)
+        if ran != program.schedule:
+            raise InvariantError(f"ran collectives {ran}, scheduled were {program.schedule}")
+        self.counts.num_sharded += 1
+        self.counts.num_rows += step.partition.width
+        self.counts.num_global_rows += len(step.partition.restore)
+        self.counts.num_collectives += len(ran)
+        return results
+
+    def _start(self, program: RankProgram, inputs: Mapping[str, Tensor], index: Mapping[str, Tensor], rank: int) -> Any:
+        is_shared = len(self.caches) == 1
+        if is_shared and rank > 0:
+            index = {**index, SLOTS: torch.full_like(index[SLOTS], PAD_SLOT)}
+        cache = self.caches[0 if is_shared else rank]
+        names = program.input_names[len(self._weights) :]
+        return program.start([*self._weights, *(inputs[name] for name in names)], {**index, **cache})
+
+    def _run(self, programs: list[Any]) -> list[Sequence[Any]]:
+        with torch.no_grad():
+            done = run_lockstep(programs)
+        self.executed = done.collectives
+        return done.outputs
+
+
+def _cache_inputs(program: RankProgram) -> list[fx.Node]:
+    placeholders = program.graph_module.graph.find_nodes(op="placeholder")
+    return [node for node in placeholders if node.meta.get("index_input", "").startswith(("k_cache_", "v_cache_"))]
+
+
+def _slot_layout(node: fx.Node, dtype: torch.dtype | None) -> tuple[tuple[int, ...], torch.dtype]:
+    value = node.meta["val"]
+    return cache_shape(tuple(value.shape[1:]), dtype or value.dtype)

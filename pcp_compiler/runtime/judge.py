@@ -1,0 +1,96 @@
+"""What a step's logits mean for its requests: which drafts are accepted, what comes next, where it was a close call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pcp_compiler.runtime.layout import to_tensor
+from pcp_compiler.runtime.proposer import Proposal
+from pcp_compiler.runtime.rejection import Verification, verify
+from pcp_compiler.runtime.request import Tie
+from pcp_compiler.runtime.sampling import SamplingRows
+from pcp_compiler.runtime.scheduler import Step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Judgement:
+    """The outcome of a step for its R requests."""
+
+    token_ids: list[tuple[int, ...]]
+    """What each request emits: accepted drafts and a token more; nothing while its prompt goes on, or if it failed."""
+    last_rows: np.ndarray
+    """Row of each request's last token that counts, [R]."""
+    failed: list[int] = field(default_factory=list)
+    """Requests whose logits have no answer."""
+    ties: dict[int, list[Tie]] = field(default_factory=dict)
+    """Close calls of greedy requests."""
+
+
+def judge(
+    step: Step, logits: Tensor, proposals: Sequence[Proposal | None], *, verification: Verification, tie_margin: float
+) -> Judgement:
+    """Verify the drafts of a step.
+
+    Args:
+        logits: [L, V], of the batch's `logit_rows`. proposals: where the drafts came from, [R].
+        tie_margin: a greedy choice is a tie if the best two logits are less than this apart; 0: none is.
+    """
+    batch, device = step.batch, logits.device
+    chosen = [i for i, rows in enumerate(step.rows) if rows.is_sampled]
+    outcome = Judgement([() for _ in step.rows], batch.query_start[1:] - 1)
+    if not chosen:
+        return outcome
+    counts = np.diff(batch.logit_start)[chosen]
+    cu_rows = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+    ends = batch.query_start[np.array(chosen) + 1]
+    draft_ids = [batch.input_ids[end - count + 1 : end] for end, count in zip(ends, counts, strict=True)]
+    verdict = verify(
+        logits.float(), to_tensor(np.concatenate(draft_ids), device), _draft_probs(step, chosen, proposals), cu_rows,
+        SamplingRows.from_params([step.rows[i].request.params for i in chosen], device),
+        to_tensor(batch.positions[ends - counts], device), verification=verification,
+    )  # fmt: skip
+    tokens, emitted = verdict.token_ids.tolist(), verdict.num_emitted.tolist()
+    for row, i in enumerate(chosen):
+        outcome.token_ids[i] = tuple(tokens[row][: emitted[row]])
+        outcome.last_rows[i] = ends[row] - counts[row] + max(emitted[row], 1) - 1
+        if not emitted[row]:
+            outcome.failed.append(i)
+    if tie_margin:
+        _find_ties(step, logits, chosen, cu_rows, outcome, tie_margin)
+    return outcome
+
+
+def _draft_probs(step: Step, chosen: list[int], proposals: Sequence[Proposal | None]) -> Tensor | None:
+    """Return the distributions that the drafts of this step came from, [N - R, V]; None for greedy drafts."""
+    found = []
+    for i in chosen:
+        proposal, num_drafts = proposals[i], step.rows[i].num_drafts
+        if num_drafts:
+            assert proposal is not None, "drafts without a proposal"
+            if proposal.probs is None:
+                return None
+            found.append(proposal.probs[:num_drafts])
+    return torch.cat(found) if found else None
+
+
+def _find_ties(
+    step: Step, logits: Tensor, chosen: list[int], cu_rows: np.ndarray, outcome: Judgement, tie_margin: float
+) -> None:
+    if not any(step.rows[i].request.params.is_greedy for i in chosen) or logits.shape[1] < 2:
+        return
+    best = logits.topk(2)
+    margins, ids = (best.values[:, 0] - best.values[:, 1]).tolist(), best.indices.tolist()
+    for row, i in enumerate(chosen):
+        request = step.rows[i].request
+        if not request.params.is_greedy:
+            continue
+        for offset in range(len(outcome.token_ids[i])):
+            at = int(cu_rows[row]) + offset
+            if margins[at] < tie_margin:
+                tie = Tie(len(request.token_ids) + offset, (ids[at][0], ids[at][1]), margins[at])
+                outcome.ties.setdefault(i, []).append(tie)

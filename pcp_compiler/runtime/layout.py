@@ -1,0 +1,79 @@
+"""Index inputs of a step: where each row is stored and what it may read, of the whole batch and of each rank.
+
+Everything is copied out of the batch: what one model's programs do to their inputs never reaches another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pcp_compiler.config import ParallelConfig
+from pcp_compiler.passes.attach_kv import BLOCK_TABLES, SLOTS, SPANS
+from pcp_compiler.plan.partition import Partition, partition_batch
+from pcp_compiler.ranks import index_tensors
+from pcp_compiler.runtime.batch import Batch, SpanRow, local_view
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepIndex:
+    """Index inputs of one step: of the whole batch, and of each rank when its rows are sharded."""
+
+    whole: Mapping[str, Tensor]
+    ranks: tuple[Mapping[str, Tensor], ...]
+    partition: Partition | None
+
+
+def partition_step(batch: Batch, parallel: ParallelConfig) -> Partition | None:
+    """Return the rows of each rank; None when all ranks run all rows."""
+    if parallel.pcp_size == 1:
+        return None
+    prompts = batch.query_lens[batch.is_prefilling]
+    if not parallel.shard_decode and (prompts < max(2, parallel.min_tokens_to_shard_resolved)).all():
+        return None
+    return partition_batch(
+        batch.query_lens, batch.is_prefilling, pcp_size=parallel.pcp_size, shard_decode=parallel.shard_decode,
+        min_tokens_to_shard=parallel.min_tokens_to_shard_resolved,
+    )  # fmt: skip
+
+
+def step_index(batch: Batch, partition: Partition | None, device: torch.device) -> StepIndex:
+    """Return the index inputs of a step."""
+    whole = {
+        SLOTS: to_tensor(batch.slots, device),
+        BLOCK_TABLES: to_tensor(batch.block_tables, device),
+        SPANS: spans_tensor(
+            SpanRow(request, int(start), int(length), int(seq_len))
+            for request, (start, length, seq_len) in enumerate(
+                zip(batch.query_start[:-1], batch.query_lens, batch.seq_lens, strict=True)
+            )
+            if length
+        ),
+    }
+    if partition is None:
+        return StepIndex(whole, (), None)
+    ranks = tuple(
+        {
+            **index_tensors(partition, rank, device),
+            SLOTS: whole[SLOTS],
+            BLOCK_TABLES: whole[BLOCK_TABLES],
+            SPANS: spans_tensor(local_view(batch, partition, rank).spans),
+        }
+        for rank in range(len(partition.per_rank))
+    )
+    return StepIndex(whole, ranks, partition)
+
+
+def spans_tensor(spans: Iterable[tuple[int, ...]]) -> Tensor:
+    """Return spans as [N, 4] int64 on the host."""
+    return torch.tensor([tuple(span) for span in spans], dtype=torch.int64).reshape(-1, 4)
+
+
+def to_tensor(values: NDArray[np.integer], device: torch.device) -> Tensor:
+    """Return a copy of an array on a device."""
+    return torch.tensor(values, device=device)

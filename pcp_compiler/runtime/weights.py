@@ -1,0 +1,54 @@
+"""Noticing that a model's weights are no longer those that its cached keys and values were made with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from pcp_compiler.errors import CallError
+
+
+class WeightWatch:
+    """Remembers the weights of some modules by address and version; no value is read.
+
+    In-place writes count up a tensor's version, `.data = ` changes its address, and a new Parameter is another object.
+    Writes through `.data` or a NumPy view leave no trace and are not seen.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._owners: list[tuple[str, str, dict[str, Tensor | None]]] = []
+        for module in modules:
+            for path, part in module.named_modules():
+                for owner in (part._parameters, part._buffers):
+                    self._owners += [(f"{path}.{name}", name, owner) for name in owner]
+        self._seen = list(self._marks())
+        self._forms = [_form(owner[name]) for _, name, owner in self._owners]
+
+    def has_changed(self) -> bool:
+        """Return whether a weight changed since the last call.
+
+        Raises:
+            CallError: a weight has another shape, type or device, which the compiled programs do not serve.
+        """
+        marks = list(self._marks())
+        if marks == self._seen:
+            return False
+        for (path, name, owner), form in zip(self._owners, self._forms, strict=True):
+            if _form(owner[name]) != form:
+                raise CallError(
+                    f"weight {path}: is {_form(owner[name])} now and was {form} when the decoder was built; "
+                    "build a new SpeculativeDecoder"
+                )
+        self._seen = marks
+        return True
+
+    def _marks(self) -> Iterator[tuple[int, int, int]]:
+        for _, name, owner in self._owners:
+            weight = owner[name]
+            if weight is not None:
+                yield id(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+def _form(weight: Tensor | None) -> object:
+    return None if weight is None else (tuple(weight.shape), weight.dtype, weight.device)
