@@ -214,8 +214,8 @@ def result_table(rows: list[Row], outputs: list[list[list[int]]], title: str) ->
     """Show all runs and their differences to the first."""
     table = Table(title=f"GSM8K, SmolLM2-135M-Instruct + MTP, {title}", box=None)
     headings = (
-        "run", "correct", "invalid", "accept\nrate", "accept\nlength", "tokens/s", "equal to\neager greedy", "tie\nflips",
-        "other\nflips", "equal to\nfirst run", "rate - first,\nin std errors",
+        "run", "correct", "invalid", "accept\nrate", "accept\nlength", "tokens/s", "equal to\neager greedy",
+        "tie\nflips", "other\nflips", "equal to\nfirst run", "rate - first,\nin std errors",
     )  # fmt: skip
     for heading in headings:
         table.add_column(heading, justify="right")

@@ -162,7 +162,8 @@ def result_table(rows: list[Row]) -> Table:
             str(row.num_ranks), row.prompt.name, str(record.num_tokens), rows_text(record.rows_per_rank),
             f"{record.attention_balance:.3f}", str(len(record.collectives)),
             f"{sum(c.received_bytes for c in record.collectives) / 2**20:.1f}", f"{row.difference:.1e}",
-            "same" if row.same_argmax else "OTHER", f"{row.run_s:.2f}", "-" if row.peak_mib is None else f"{row.peak_mib:.0f}",
+            "same" if row.same_argmax else "OTHER", f"{row.run_s:.2f}",
+            "-" if row.peak_mib is None else f"{row.peak_mib:.0f}",
         )  # fmt: skip
     return table
 
@@ -180,7 +181,7 @@ def memory_faults(rows: list[Row]):  # type: ignore[no-untyped-def]
     if len(peaks) > 1:
         ratio = peaks[max(peaks)] / peaks[min(peaks)]
         if ratio > MEMORY_RATIO:
-            yield f"peak memory at P = {max(peaks)} is {ratio:.2f} times that at P = {min(peaks)}, allowed {MEMORY_RATIO}"
+            yield f"peak memory at P = {max(peaks)} is {ratio:.2f} times P = {min(peaks)}'s, allowed {MEMORY_RATIO}"
 
 
 def reset_peak_memory() -> None:

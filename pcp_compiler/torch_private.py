@@ -254,7 +254,7 @@ def add_trace_artifact(name: str, text: str) -> None:
 @contextmanager
 def symbolic_composite_ops() -> Iterator[None]:
     """Let composite ops (linear, matmul) keep sizes symbolic while make_fx traces; torch >= 2.12 does so by itself."""
-    if torch.__version__ >= (2, 12):
+    if torch.__version__ >= "2.12":  # a TorchVersion, which compares by number
         yield
         return
     from torch._dispatch.python import enable_python_dispatcher

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pcp_compiler
@@ -26,7 +27,9 @@ def make_llama(dtype: torch.dtype) -> LlamaForCausalLM:
         vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=8192,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to("cuda", dtype).eval()
+    model = LlamaForCausalLM(config).eval()
+    nn.Module.to(model, "cuda", dtype)
+    return model
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

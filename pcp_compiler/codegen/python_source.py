@@ -57,7 +57,7 @@ def print_program(
         inputs=inputs,
         results=", ".join(
             format_value(n.meta.get("val"), names) if isinstance(n, fx.Node) else repr(n)
-            for n in output.args[0]  # type: ignore[union-attr]
+            for n in output.args[0]
         ),
         body=body,
         num_tokens=length if isinstance(length, int) else 64,
