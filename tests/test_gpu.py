@@ -21,15 +21,14 @@ def _fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 
-def make_llama(dtype: torch.dtype) -> LlamaForCausalLM:
+def make_llama(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=8192,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    nn.Module.to(model, "cuda", dtype)
-    return model
+    model: nn.Module = LlamaForCausalLM(config)
+    return model.to("cuda", dtype).eval()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

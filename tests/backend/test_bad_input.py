@@ -47,7 +47,7 @@ def without_gradients() -> Iterator[None]:
 @pytest.fixture
 def process_group() -> Iterator[None]:
     """A process group of this process alone, which wrappers of torch.distributed need."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.TCPStore("127.0.0.1", 0, 1, is_master=True))
     yield
     dist.destroy_process_group()
 
