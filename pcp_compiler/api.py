@@ -16,7 +16,7 @@ from pcp_compiler.backends.compilation import CallRecord, Compilation
 from pcp_compiler.backends.pcp_spec import backend
 from pcp_compiler.compare import check_equal_trees
 from pcp_compiler.config import Config, load_config
-from pcp_compiler.errors import BypassError, CallError, ConfigError, UnsupportedGraphError
+from pcp_compiler.errors import BypassError, ConfigError, UnsupportedGraphError
 from pcp_compiler.ranks.launch import split_group
 from pcp_compiler.trace import trace_module
 
@@ -69,7 +69,7 @@ class CompiledModel:
     def _mark_token_dims(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         tokens = self._config.tokens
         names = chain(self._positional, (f"args[{number}]" for number in count()))
-        num_tokens: dict[str, int] = {}
+        inputs: list[tuple[str, torch.Size, int]] = []
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
             if not isinstance(value, Tensor):
                 continue
@@ -77,9 +77,9 @@ class CompiledModel:
             if value.dim() and (name in tokens or not value.is_floating_point()):
                 dim = tokens.get(name, -1) % value.dim()
                 torch_private.mark_dynamic(value, dim)
-                num_tokens[name] = value.shape[dim]
-        if num_tokens and not any(num_tokens.values()):  # Dynamo would show where the model itself fails on that
-            raise CallError(f"{', '.join(num_tokens)}: no tokens; allowed: at least 1")
+                inputs.append((name, value.shape, dim))
+        if inputs and not any(shape[dim] for _, shape, dim in inputs):  # Dynamo would show where the model fails on it
+            model_check.check_not_empty(*inputs[0])
 
 
 def _positional_names(model: Any) -> tuple[str, ...]:

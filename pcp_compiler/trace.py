@@ -349,8 +349,8 @@ def trace_module(
         if dim is not None and torch_private.is_number(leaf.shape[dim]):
             raise UnsupportedGraphError(
                 f"input {name}: {type(module).__name__} fixes the number of tokens to {leaf.shape[dim]} while it is "
-                "traced, as len(tensor), int(size) and complex tensors do; use tensor.shape, or compile each length on its own "
-                "with torch.compile(model, backend='pcp_spec', dynamic=False)"
+                "traced, as len(tensor), int(size) and complex tensors do; use tensor.shape, or compile each length on "
+                "its own with torch.compile(model, backend='pcp_spec', dynamic=False)"
             )
     inputs = tuple(
         [TraceInput(name, source, "weight") for source, name in _weight_names(weights)]
@@ -369,7 +369,7 @@ def trace_module(
 
 
 def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors, copies for those that occur again: a tensor given twice would become one input of the trace."""
+    """Return the tensors, copies for those that occur again: one tensor given twice would be one input of the trace."""
     return [t.clone() if any(t is other for other in tensors[:n]) else t for n, t in enumerate(tensors)]
 
 
@@ -514,8 +514,8 @@ def _plain(leaf: object) -> object:
     if leaf is None or isinstance(leaf, (bool, int, float, str)):
         return leaf
     raise UnsupportedGraphError(
-        f"the module returns a {type(leaf).__name__}, whose tensors cannot be traced; allowed: tensors, numbers, strings "
-        "and containers of them; for transformers models pass use_cache=False"
+        f"the module returns a {type(leaf).__name__}, whose tensors cannot be traced; allowed: tensors, numbers, "
+        "strings and containers of them; for transformers models pass use_cache=False"
     )
 
 
