@@ -17,7 +17,7 @@ from pcp_compiler.backends.compilation import CallRecord, Compilation
 from pcp_compiler.backends.pcp_spec import backend
 from pcp_compiler.compare import check_equal_trees
 from pcp_compiler.config import Config, load_config
-from pcp_compiler.errors import BypassError, CallError, ConfigError, UnsupportedGraphError
+from pcp_compiler.errors import BypassError, ConfigError, UnsupportedGraphError
 from pcp_compiler.ranks.launch import split_group
 from pcp_compiler.trace import trace_module
 
@@ -85,9 +85,9 @@ class CompiledModel:
             model_check.check_input(name, value)
             if value.dim() and (name in tokens or not value.is_floating_point()):
                 found[name] = value, tokens.get(name, -1) % value.dim()
-        lengths = [value.shape[dim] for value, dim in found.values()]
-        if lengths and not any(lengths):  # Dynamo would show where the model itself fails on that
-            raise CallError(f"{', '.join(found)}: no tokens; allowed: at least 1")
+        if found and not any(value.shape[dim] for value, dim in found.values()):
+            name, (value, dim) = next(iter(found.items()))  # Dynamo would show where the model itself fails on it
+            model_check.check_not_empty(name, value.shape, dim)
         return list(found.values())
 
 

@@ -187,7 +187,6 @@ def placements(example: Example) -> Iterator[tuple[tuple[Rows | None, ...], int]
 X, CUBE = floats(2, 4, 8), floats(4, 4, 4)
 LIKE = (
     aten._to_copy, aten.clone, aten.detach, aten.alias, aten.lift_fresh_copy, aten.zeros_like, aten.ones_like,
-    aten.contiguous,
 )  # fmt: skip
 DIM_LIST_REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax, aten.amin, aten.logsumexp, aten.nansum)
 DIM_REDUCTIONS = (aten.prod.dim_int, aten.max.dim, aten.min.dim, aten.median.dim)

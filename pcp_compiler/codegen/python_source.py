@@ -56,8 +56,7 @@ def print_program(
         constants=[(_constant_name(n), _constant(gm, n)) for n in _unique_constants(gm)],
         inputs=inputs,
         results=", ".join(
-            format_value(n.meta.get("val"), names) if isinstance(n, fx.Node) else repr(n)
-            for n in output.args[0]
+            format_value(n.meta.get("val"), names) if isinstance(n, fx.Node) else repr(n) for n in output.args[0]
         ),
         body=body,
         num_tokens=length if isinstance(length, int) else 64,

@@ -82,7 +82,7 @@ def test_a_bad_call_is_the_same_error_on_all_ranks_and_the_next_good_call_works(
     for message, fragment in zip(
         [message for message, _, _ in first],
         [
-            "input_ids: no tokens",
+            "at least 1 token",
             "at least 1 prompt",
             "of class Named",
             "writes into this tensor in place",
