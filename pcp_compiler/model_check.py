@@ -85,7 +85,7 @@ def check_has_values(name: str, tensor: Tensor) -> None:
 
 def check_not_empty(name: str, shape: torch.Size, token_dim: int) -> None:
     """Raise CallError when a token input is known to hold no token, or no prompt."""
-    if 0 in [size for size in shape if torch_private.is_number(size)]:
+    if 0 in [size for size in shape[: token_dim + 1] if torch_private.is_number(size)]:
         what = f"1 token in dim {token_dim}" if shape[token_dim] == 0 else "1 prompt"
         raise CallError(f"{name} has shape {tuple(shape)}; allowed: at least {what}")
 
