@@ -3,12 +3,14 @@
 #   PYTHON=...       interpreter for .venv, 3.11 to 3.13; default: the first one that fits from the list below
 #   TORCH_INDEX=URL  package index for torch alone; default: whatever pip is configured for
 #   DEMO_ARGS=...    arguments of the demo
-#   PYTEST_ARGS=...  arguments of pytest, such as "-n 4" or "-k partition"
+#   FUZZ_ARGS=...    arguments of the fuzzer, such as "--count 1000 --seed 7"
+#   PYTEST_ARGS=...  arguments of pytest, such as "-k partition" or "-n 0"; default: one process for each core
 
 PYTHON ?= python3 python3.13 python3.12 python3.11
 TORCH_INDEX ?=
 DEMO_ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n auto
+FUZZ_ARGS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -16,7 +18,7 @@ PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.t
 CHECK_VERSION := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test matrix lint format types contracts wheel clean
+.PHONY: help setup demo test matrix fuzz lint format types contracts wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -27,7 +29,10 @@ demo: setup  ## shard SmolLM2-135M over 1, 2, 4 and 8 ranks and compare each wit
 	$(PY) examples/01_shard_a_model.py $(DEMO_ARGS)
 
 test: setup  ## run the whole test suite
-	$(PY) -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
+
+fuzz: setup  ## compare 10 000 random schedules of the runtime with a list oracle
+	OMP_NUM_THREADS=1 $(PY) tests/runtime/fuzz.py $(FUZZ_ARGS)
 
 matrix: setup  ## compare all model families with eager and write docs/support_matrix.md
 	$(PY) -m tests.matrix.generate docs/support_matrix.md

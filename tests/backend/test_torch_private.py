@@ -413,6 +413,20 @@ def test_a_torch_without_structured_traces_gets_a_warning(monkeypatch: pytest.Mo
         torch_private.add_trace_artifact("pcp.01.x.after", "the graph")
 
 
+def test_composite_ops_keep_sizes_symbolic_while_a_module_is_traced() -> None:
+    mode = torch_private.fake_mode_with_symbols()
+    x = torch_private.fake_input(mode, torch.zeros(1, 5, 8), frozenset({1}), "x")
+    weight = torch_private.fake_input(mode, torch.zeros(4, 8), frozenset(), "weight")
+    with mode, torch_private.symbolic_composite_ops():
+        out = torch.nn.functional.linear(x, weight)
+    assert not torch_private.is_number(out.shape[1])
+
+
+def test_grouped_matmuls_are_known_by_every_name() -> None:
+    assert torch_private.is_grouped_mm(torch._grouped_mm)
+    assert not torch_private.is_grouped_mm(torch.mm)
+
+
 def test_every_function_of_the_module_is_named_in_a_test() -> None:
     functions = [
         name for name, value in vars(torch_private).items()
