@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from inspect import signature
 from itertools import chain, count
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from pcp_compiler import model_check, ops, torch_private
 from pcp_compiler.backends.compilation import CallRecord, Compilation
@@ -48,6 +48,7 @@ class CompiledModel:
         self._config = config
         self._model = model
         self._has_run = False
+        self._traces_one_token_apart = False
         self._positional = _positional_names(model)
         options = config.resolved() if group is None else {**config.resolved(), "group": group}
         self._compiled: Any = torch.compile(model, backend="pcp_spec", fullgraph=True, options=options)
@@ -57,15 +58,12 @@ class CompiledModel:
         token_inputs = self._token_inputs(args, kwargs)
         if not self._has_run:
             model_check.check_weights(self._model)
-        is_single_token = any(
-            value.shape[dim] == 1 for value, dim in token_inputs
-        )  # models ask "more than one token?", which no symbol can answer
-        if not is_single_token:
-            for value, dim in token_inputs:
-                torch_private.mark_dynamic(value, dim)
-        settings = nullcontext() if is_single_token else torch_private.one_trace_settings()
-        with settings, torch.no_grad():
-            result = self._compiled(*args, **kwargs)
+        is_single = any(value.shape[dim] == 1 for value, dim in token_inputs)
+        with torch.no_grad():
+            if is_single and self._traces_one_token_apart:
+                result = self._compiled(*args, **kwargs)
+            else:
+                result = self._call_for_every_length(args, kwargs, token_inputs, is_single)
             if self._config.check.mode == "shadow":
                 check_equal_trees(result, self._model(*args, **kwargs), self._config.check, "the original model")
         self._has_run = True
@@ -73,6 +71,26 @@ class CompiledModel:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compiled, name)
+
+    def _call_for_every_length(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], token_inputs: list[tuple[Tensor, int]], is_single: bool
+    ) -> Any:
+        """Call the model with its token dims as symbols; models that ask "more than one token?" get an own trace for 1.
+
+        No symbol answers that question, so tracing fails for a single token after a longer prompt, in transformers'
+        sdpa attention for one.
+        """
+        for value, dim in token_inputs:
+            torch_private.mark_dynamic(value, dim)
+        try:
+            with torch_private.one_trace_settings():
+                return self._compiled(*args, **kwargs)
+        except torch_private.TracingFailed:
+            if not is_single:
+                raise
+        self._traces_one_token_apart = True
+        args, kwargs = tree_map_only(Tensor, Tensor.detach, (tuple(args), dict(kwargs)))  # without the marks
+        return self._compiled(*args, **kwargs)
 
     def _token_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
         """Return the inputs that count tokens and the dims that do; raise CallError when there are no tokens."""

@@ -28,6 +28,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 _EVAL_FRAME_FILE = "_dynamo/eval_frame.py"
+TracingFailed = torch._dynamo.exc.Unsupported
+"""What Dynamo raises under fullgraph=True for code that it cannot trace."""
+
 _CONVERT_FRAME_FILE = "_dynamo/convert_frame.py"
 _EXTERNAL_FILE = "_dynamo/external_utils.py"
 

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from pcp_compiler import ops, placement
+from pcp_compiler import kv_ops, ops, placement
 from pcp_compiler.errors import ConfigError, UnsupportedGraphError
 from pcp_compiler.passes.explicit_shapes import SIZE_ARGUMENT
 from pcp_compiler.placement import Call, Layout, Local, Rows, Verdict, find_rule, register_placement
@@ -386,7 +386,8 @@ def test_every_rule_has_an_example() -> None:
         aten.empty_like.default, aten.rand_like.default, aten.bernoulli.p, aten.new_empty.default,
         aten._reshape_alias.default,
     }  # fmt: skip
-    assert ours - {example.op for example in ALL_EXAMPLES} - random_or_uninitialised == set()
+    of_the_runtime = {kv_ops.STORE_KV, kv_ops.PAGED_ATTENTION}  # they read a cache: tests/runtime runs them on ranks
+    assert ours - {example.op for example in ALL_EXAMPLES} - random_or_uninitialised - of_the_runtime == set()
 
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6])

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pcp_compiler.drafters.base import Capabilities, Drafter, TargetParts, find_target_parts
@@ -80,7 +79,9 @@ class ModelDrafter(Drafter):
         """Return logits over the target's vocabulary: hidden [.., H] -> [.., V]."""
         logits: Tensor = self.model.get_output_embeddings()(hidden)[..., : self.target_vocab_size]
         missing = self.target_vocab_size - logits.shape[-1]
-        return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits
+        if not missing:
+            return logits
+        return torch.cat([logits, logits.new_full((*logits.shape[:-1], missing), float("-inf"))], dim=-1)
 
 
 def load_model(

@@ -35,4 +35,4 @@ def test_a_killed_process_is_named_by_the_other_within_fifteen_seconds() -> None
     found = re.search(r"^rank 0, ([\d.]+) s after its last good call: (.*)$", done.stdout, flags=re.MULTILINE)
     assert found is not None, done.stdout + done.stderr
     assert float(found[1]) < 15
-    assert "rank 1 is gone: no sign of life for 3 s (killed, stopped or cut off); it was last in call" in found[2]
+    assert re.search(r"rank 1 is gone: no sign of life for \d+ s \(killed, stopped or cut off\)", found[2]), found[2]
