@@ -29,6 +29,7 @@ from pcp_compiler.trace import ModuleTrace, trace_module
 
 LARGEST_DIFFERENCE = 2e-3
 """Allowed |logit difference| to eager; fp32 logits of this model reach about 30, and sums run in another order."""
+TABLE_WIDTH = 112
 MEMORY_RATIO = 1.3
 """Allowed peak memory of the largest number of ranks, as a multiple of one rank's."""
 
@@ -74,7 +75,7 @@ def main() -> int:
         parser.error(f"--questions: got {options.questions}; allowed: 1 to {len(smollm2.questions())}")
     if any(ranks < 1 for ranks in options.ranks):
         parser.error(f"--ranks: got {options.ranks}; allowed: numbers >= 1")
-    console = Console()
+    console = Console(width=max(Console().width, TABLE_WIDTH))
     steps = 2 + 2 * options.questions + len(options.ranks) * (1 + 2 * options.questions)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("loading SmolLM2-135M-Instruct", total=steps)
