@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pcp_compiler import dump
 from pcp_compiler.compare import check_equal
-from pcp_compiler.config import Config
+from pcp_compiler.config import DECODER_KEYS, Config, check_used
 from pcp_compiler.errors import CallError, InvariantError
 from pcp_compiler.model_check import check_not_empty
 from pcp_compiler.pass_api import CallCheck, refuse
@@ -77,6 +77,7 @@ class Compilation:
     lowered: Lowered = field(init=False)
 
     def __post_init__(self) -> None:
+        check_used(self.config, DECODER_KEYS, "a compiled model", "pcp_compiler.SpeculativeDecoder")
         _refuse_random_ops(self.trace)
         shards = self.config.parallel.pcp_size > 1 and not self.trace.is_single_token
         self._shards = shards

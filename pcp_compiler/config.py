@@ -463,6 +463,28 @@ class Config(_Values):
 _AnyValues = TypeVar("_AnyValues", bound=_Values)
 
 
+DECODER_KEYS: Final = ("attention", "draft", "limits", "parallel.shard_decode")
+"""Keys that SpeculativeDecoder alone uses."""
+
+COMPILER_KEYS: Final = ("tokens", "check", "dump", "parallel.ranks", "parallel.timeout_s")
+"""Keys that a compiled model alone uses: the decoder finds its token rows itself and runs virtual ranks."""
+
+
+def check_used(config: Config, unused_keys: tuple[str, ...], user: str, instead: str) -> None:
+    """Raise ConfigError when a key that `user` would not read has another value than its default.
+
+    `parallel.ranks: virtual` is what the decoder runs, so it is no other value.
+    """
+    given, default = config.resolved(), Config().resolved()
+    for key in unused_keys:
+        value: Any = given
+        usual: Any = default
+        for part in key.split("."):
+            value, usual = value[part], usual[part]
+        if value != usual and value != "virtual":
+            raise ConfigError(f"{key}: got {value!r}, which {user} does not use; leave it out, or use {instead}")
+
+
 def load_config(options: Mapping[str, Any] | str | Path | Config | None) -> Config:
     """Return the Config that `options` describe.
 

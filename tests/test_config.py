@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pcp_compiler.config import (
+    COMPILER_KEYS,
+    DECODER_KEYS,
     FILE_SUFFIXES,
     PLANNED_KEYS,
     VLLM_ALIASES,
@@ -27,6 +30,7 @@ from pcp_compiler.config import (
     DumpConfig,
     LimitsConfig,
     ParallelConfig,
+    check_used,
     load_config,
 )
 from pcp_compiler.errors import ConfigError
@@ -1084,3 +1088,23 @@ def test_torch_compile_passes_options_through_and_a_refusal_reaches_the_user_as_
     refused = torch.compile(lambda x: x + 2, backend=backend, options={"parallel.pcp_size": "4"})
     with pytest.raises(ConfigError, match=r'^parallel\.pcp_size: got "4" \(str\); allowed: integer >= 1'):
         refused(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "keys", "message"),
+    [
+        ({"draft": {"method": "mtp"}}, DECODER_KEYS, "draft: got"),
+        ({"limits.kv_block_size": 8}, DECODER_KEYS, "limits: got"),
+        ({"parallel.shard_decode": True}, DECODER_KEYS, "parallel.shard_decode: got True, which a test does not use"),
+        ({"dump.dir": "out"}, COMPILER_KEYS, "dump: got"),
+        (
+            {"parallel.ranks": "distributed"},
+            COMPILER_KEYS,
+            "parallel.ranks: got 'distributed', which a test does not use",
+        ),
+    ],
+)
+def test_a_key_that_is_not_used_is_refused(options: dict[str, Any], keys: tuple[str, ...], message: str) -> None:
+    check_used(load_config({"parallel.pcp_size": 2, "parallel.ranks": "virtual"}), keys, "a test", "another")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_used(load_config(options), keys, "a test", "another")

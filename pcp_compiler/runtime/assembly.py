@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pcp_compiler.config import Config, load_config
+from pcp_compiler.config import COMPILER_KEYS, Config, check_used, load_config
 from pcp_compiler.drafters.base import Drafter, TargetParts, find_target_parts
 from pcp_compiler.drafters.load import load_drafter
 from pcp_compiler.errors import ConfigError
@@ -58,6 +58,7 @@ def assemble(
         ConfigError, UnsupportedGraphError: before anything runs.
     """
     config, named = split_model(source)
+    check_used(config, COMPILER_KEYS, "SpeculativeDecoder", "torch.compile or pcp_compiler.compile")
     drafter = named if drafter is None else drafter
     ready = drafter if isinstance(drafter, Drafter) else None
     plan = resolve_plan(config, ready)
