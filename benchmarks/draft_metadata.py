@@ -32,7 +32,7 @@ from pcp_compiler.config import load_config
 from pcp_compiler.drafters import layers
 from pcp_compiler.kv_ops import ADVANCE_METADATA, BUILD_METADATA
 from pcp_compiler.pass_api import DraftChain, Pass, Phase, RowMetadata, calls
-from pcp_compiler.passes.attach_kv import BLOCK_TABLES, KV_POSITIONS
+from pcp_compiler.passes.attach_kv import BLOCK_TABLES
 from pcp_compiler.passes.hoist_prologue import HoistPrologue
 from pcp_compiler.passes.unroll_draft import LOGITS, UnrollDraft
 from pcp_compiler.pipeline import CACHE_PASSES, CANONICAL_PASSES, lower
@@ -147,7 +147,6 @@ def build_inputs(setting: Setting, device: torch.device) -> dict[str, Tensor]:
         "hidden": torch.randn(1, num_requests, 64, device=device),
         "positions": torch.full((1, num_requests), setting.context, device=device),
         BLOCK_TABLES: tables.reshape(num_requests, max_blocks),
-        KV_POSITIONS: torch.arange(bound, device=device),
     }
 
 

@@ -12,8 +12,10 @@ Leaves alone: graphs of a phase without a cache.
 
 In a phase whose rows are a request each (`Phase.rows`) every attention builds metadata of its own, from positions and
 block tables; `hoist_prologue` finds out which of it is the same:
-    %build_metadata : (i64[T, L], i64[T], i64[T]) = pcp.build_metadata.default(%positions, %block_tables, ...)
-    %paged_attention_rows : f32[1, T, 4, 16] = pcp.paged_attention_rows.default(%q, %store_kv, ..., %kv_slots, ...)
+    %build_metadata : (i64[T, 4], i64[T]) = pcp.build_metadata.default(%positions, %block_tables, ...)
+    %paged_attention : f32[1, T, 4, 16] = pcp.paged_attention.default(%q, %store_kv, ..., %spans, %block_tables, ...)
+
+The attention backend of each layer is picked here, from the config and from what the layer needs.
 """
 
 from __future__ import annotations
@@ -39,9 +41,10 @@ from pcp_compiler.pass_api import (
     copy_meta,
     refuse,
 )
+from pcp_compiler.plan.capabilities import AttentionNeeds, describe_gaps, find_record, load_records, pick_backend
 from pcp_compiler.torch_private import new_row_symbol
 
-SLOTS, SPANS, BLOCK_TABLES, KV_POSITIONS = "slots", "spans", "block_tables", "kv_positions"
+SLOTS, SPANS, BLOCK_TABLES = "slots", "spans", "block_tables"
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class AttachKv(Pass):
         batch = _add_batch_inputs(gm.graph, like, ctx.phase)
         num_slots = new_row_symbol(like.fake_mode)[1]
         for node in attentions:
-            _attach(gm.graph, node, _add_caches(gm.graph, node, num_slots), batch, ctx.phase)
+            backend = _pick_backend(node, ctx)
+            _attach(gm.graph, node, _add_caches(gm.graph, node, num_slots), batch, ctx.phase, backend)
         return PassResult(gm, len(attentions))
 
     def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
@@ -81,18 +85,17 @@ def _add_batch_inputs(graph: fx.Graph, like: Tensor, phase: Phase) -> dict[str, 
         if phase.rows is None:
             values = {
                 SLOTS: torch.empty(num_tokens, dtype=torch.int64, device=like.device),
-                SPANS: torch.empty(sizes[0], 4, dtype=torch.int64),
+                SPANS: torch.empty(sizes[0], 4, dtype=torch.int64, device=like.device),
                 BLOCK_TABLES: torch.empty(sizes[1], sizes[2], dtype=torch.int32, device=like.device),
             }
         else:
-            values = {
-                BLOCK_TABLES: torch.empty(num_tokens, sizes[2], dtype=torch.int32, device=like.device),
-                KV_POSITIONS: torch.empty(sizes[0], dtype=torch.int64, device=like.device),
-            }
+            values = {BLOCK_TABLES: torch.empty(num_tokens, sizes[2], dtype=torch.int32, device=like.device)}
     return {role: add_index_input(graph, role, value) for role, value in values.items()}
 
 
-def _attach(graph: fx.Graph, node: fx.Node, caches: list[fx.Node], batch: Mapping[str, fx.Node], phase: Phase) -> None:
+def _attach(
+    graph: fx.Graph, node: fx.Node, caches: list[fx.Node], batch: Mapping[str, fx.Node], phase: Phase, backend: str
+) -> None:
     q, k, v = node.args[:3]
     assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
     layer = node.kwargs["layer"]
@@ -100,13 +103,14 @@ def _attach(graph: fx.Graph, node: fx.Node, caches: list[fx.Node], batch: Mappin
     options: dict[str, Any] = {key: node.kwargs[key] for key in names if key in node.kwargs}
     with graph.inserting_before(node):
         if phase.rows is None:
-            slots, read, target = batch[SLOTS], [batch[SPANS], batch[BLOCK_TABLES]], kv_ops.PAGED_ATTENTION
-            options["block_size"] = phase.block_size
+            spans, slots = batch[SPANS], batch[SLOTS]
         else:
-            kv_slots, slots, kv_lens = _build_metadata(graph, node, batch, phase)
-            read, target = [kv_slots, kv_lens], kv_ops.PAGED_ATTENTION_ROWS
+            spans, slots = _build_metadata(graph, node, batch, phase)
         stored = graph.call_function(kv_ops.STORE_KV, (k, v, slots, *caches), {"layer": layer})
-        out = graph.call_function(target, (q, stored, *caches, *read), {"layer": layer, **options})
+        out = graph.call_function(
+            kv_ops.PAGED_ATTENTION, (q, stored, *caches, spans, batch[BLOCK_TABLES]),
+            {"layer": layer, **options, "backend": backend, "block_size": phase.block_size},
+        )  # fmt: skip
     with q.meta["val"].fake_mode:
         stored.meta["val"] = k.meta["val"].new_empty(0)
     out.meta["val"] = node.meta["val"]
@@ -129,17 +133,59 @@ def _add_caches(graph: fx.Graph, attention: fx.Node, num_slots: torch.SymInt) ->
 
 def _build_metadata(
     graph: fx.Graph, attention: fx.Node, batch: Mapping[str, fx.Node], phase: Phase
-) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Add metadata of one attention at the insertion point; return the nodes of kv_slots, slots, kv_lens."""
+) -> tuple[fx.Node, fx.Node]:
+    """Add metadata of one attention at the insertion point; return the nodes of spans and slots."""
     assert phase.rows is not None
     positions = next(n for n in graph.find_nodes(op="placeholder") if n.name == phase.rows.position_input)
     build = add_call(
-        graph, kv_ops.BUILD_METADATA, (positions, batch[BLOCK_TABLES], batch[KV_POSITIONS]),
+        graph, kv_ops.BUILD_METADATA, (positions, batch[BLOCK_TABLES]),
         {"block_size": phase.block_size, "max_model_len": phase.rows.max_model_len},
     )  # fmt: skip
     copy_meta(attention, build)
-    kv_slots, slots, kv_lens = (
-        add_call(graph, operator.getitem, (build, number), name=name)
-        for number, name in enumerate(("kv_slots", "slots", "kv_lens"))
+    spans, slots = (
+        add_call(graph, operator.getitem, (build, number), name=name) for number, name in enumerate(("spans", "slots"))
     )
-    return kv_slots, slots, kv_lens
+    return spans, slots
+
+
+def _pick_backend(attention: fx.Node, ctx: PassContext) -> str:
+    """Return the backend of a layer, and note why it is that one.
+
+    Raises:
+        UnsupportedGraphError: the one that the config names, or with `auto` every one, lacks something.
+    """
+    needs = _needs(attention, ctx)
+    section = ctx.config.attention
+    key, name = f"attention.backend_per_kind.{needs.kind}", getattr(section.backend_per_kind, needs.kind, None)
+    if name is None:
+        key, name = "attention.backend", section.backend
+    records = load_records()
+    candidates = records if name == "auto" else [find_record(name, records)]
+    picked = pick_backend(needs, candidates)
+    gaps = describe_gaps(needs, candidates)
+    if picked is None:
+        able = [record.name for record in records if not record.find_gaps(needs)]
+        knob = f"set {key} to {' or '.join(able)}" if able else "use another model, dtype or device"
+        raise refuse(attention, f"{key}: {name} cannot run this layer: {gaps}", knob)
+    layer = attention.kwargs["layer"]
+    why = f"set by {key}" if name != "auto" else f"automatic; {gaps}" if gaps else "automatic"
+    ctx.decisions.add("attention backend", f"layer {layer}, kind {needs.kind}: {picked} ({why})")
+    return picked
+
+
+def _needs(attention: fx.Node, ctx: PassContext) -> AttentionNeeds:
+    q, k, v = (tensor.meta["val"] for tensor in attention.args[:3])  # type: ignore[union-attr]
+    options = attention.kwargs
+    return AttentionNeeds(
+        str(options["kind"]),
+        pcp=ctx.phase.is_sharded and ctx.config.parallel.pcp_size > 1,
+        ragged_queries=True,
+        paged=True,
+        device=q.device.type,
+        dtype=str(q.dtype).removeprefix("torch."),
+        head_dims=(int(k.shape[-1]), int(v.shape[-1])),
+        grouped_queries=q.shape[2] != k.shape[2],
+        soft_cap=options.get("soft_cap") is not None,
+        sinks=options.get("sinks") is not None,
+        fp8_kv=ctx.phase.has_fp8_kv,
+    )

@@ -1,18 +1,18 @@
 """Build attention metadata once, at the top, where layers and steps only differ in a constant added to the positions.
 
 Before:
-    %build_metadata : (i64[T, L], i64[T], i64[T]) = pcp.build_metadata.default(%positions, %block_tables, ...)
+    %build_metadata : (i64[T, 4], i64[T]) = pcp.build_metadata.default(%positions, %block_tables, ...)
     %add : i64[1, T] = aten.add.Tensor(%positions, 1)
-    %build_metadata_1 : (i64[T, L], i64[T], i64[T]) = pcp.build_metadata.default(%add, %block_tables, ...)
+    %build_metadata_1 : (i64[T, 4], i64[T]) = pcp.build_metadata.default(%add, %block_tables, ...)
 After:
-    %build_metadata : (i64[T, L], i64[T], i64[T]) = pcp.build_metadata.default(%positions, %block_tables, ...)
-    %advance_metadata : (i64[T], i64[T]) = pcp.advance_metadata.default(%kv_slots, %kv_lens, by=1, ...)
+    %build_metadata : (i64[T, 4], i64[T]) = pcp.build_metadata.default(%positions, %block_tables, ...)
+    %advance_metadata : (i64[T, 4], i64[T]) = pcp.advance_metadata.default(%spans, %block_tables, by=1, ...)
 
 Why here: after unroll_draft, when the metadata of every layer and step is in one graph.
-Leaves alone: metadata of other block tables, another bound, or positions that are made in some other way than by adding
+Leaves alone: metadata of other block tables, or positions that are made in some other way than by adding
     constants to one value (a product, a lookup, a choice): they vary.
 
-By dataflow each of the three values is *invariant* (the same over layers, or over steps too), *affine* (made from that
+By dataflow each of the two values is *invariant* (the same over layers, or over steps too), *affine* (made from that
 of an earlier step by `advance_metadata`) or *varying* (stays where it is); `decisions` lists them. An op is a function
 of its arguments and nothing in a graph writes to one, so equal arguments are equal metadata; no name is looked at.
 """
@@ -66,7 +66,7 @@ class _Advance(NamedTuple):
 
 @dataclass(slots=True)
 class _Group:
-    """Builds over the same tables and bound, at positions that are one value plus a constant each; in graph order."""
+    """Builds over the same tables, at positions that are one value plus a constant each; in graph order."""
 
     base: fx.Node
     offsets: dict[int, fx.Node] = field(default_factory=dict)
@@ -82,9 +82,8 @@ class _Group:
 
 
 class _Metadata(NamedTuple):
-    kv_slots: fx.Node
+    spans: fx.Node
     slots: fx.Node
-    kv_lens: fx.Node
 
 
 # -- find -----------------------------------------------------------------------------------------------------------
@@ -170,10 +169,9 @@ def _belongs_to_prologue(node: fx.Node) -> bool:
 def _unpack(graph: fx.Graph, build: fx.Node) -> _Metadata:
     """Return the parts of a build, made new behind it: the ones there are may not be all, and stand anywhere."""
     with graph.inserting_after(build):
-        kv_lens = add_call(graph, operator.getitem, (build, 2), name="kv_lens")
         slots = add_call(graph, operator.getitem, (build, 1), name="slots")
-        kv_slots = add_call(graph, operator.getitem, (build, 0), name="kv_slots")
-    metadata = _Metadata(kv_slots, slots, kv_lens)
+        spans = add_call(graph, operator.getitem, (build, 0), name="spans")
+    metadata = _Metadata(spans, slots)
     _replace(build, metadata)
     return metadata
 
@@ -181,12 +179,11 @@ def _unpack(graph: fx.Graph, build: fx.Node) -> _Metadata:
 def _advance(graph: fx.Graph, build: fx.Node, source: _Metadata, by: int) -> _Metadata:
     """Add an advance in the place of a build."""
     with graph.inserting_before(build):
-        options = {"by": by, "max_model_len": build.kwargs["max_model_len"]}
-        step = add_call(graph, ADVANCE_METADATA, (source.kv_slots, source.kv_lens), options)
-        slots = add_call(graph, operator.getitem, (step, 0), name="slots")
-        kv_lens = add_call(graph, operator.getitem, (step, 1), name="kv_lens")
+        step = add_call(graph, ADVANCE_METADATA, (source.spans, build.args[1]), {"by": by, **build.kwargs})
+        spans = add_call(graph, operator.getitem, (step, 0), name="spans")
+        slots = add_call(graph, operator.getitem, (step, 1), name="slots")
     copy_meta(build, step)
-    return _Metadata(source.kv_slots, slots, kv_lens)
+    return _Metadata(spans, slots)
 
 
 def _replace(build: fx.Node, metadata: _Metadata) -> None:
@@ -209,5 +206,4 @@ def _note(group: _Group, decisions: Decisions) -> None:
     made = f"{len(group.own)} builds, {len(group.advances)} advances for {num_uses} uses"
     where = f"positions {group.base.name} + {sorted(group.offsets)}"
     for value in _Metadata._fields:
-        is_affine = bool(group.advances) and value != "kv_slots"
-        decisions.add("attention metadata", f"{value}: {'affine' if is_affine else invariant}: {made}, {where}")
+        decisions.add("attention metadata", f"{value}: {'affine' if group.advances else invariant}: {made}, {where}")

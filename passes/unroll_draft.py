@@ -2,16 +2,16 @@
 
 Before: a step, rows of tokens to hidden states and logits of picked rows
     %embedding : f32[1, T, 32] = aten.embedding.default(%weight, %next_ids)
-    %build_metadata : (i64[T, L], i64[T], i64[T]) = pcp.build_metadata.default(%positions, %block_tables, ...)
+    %build_metadata : (i64[T, 4], i64[T]) = pcp.build_metadata.default(%positions, %block_tables, ...)
     %index_select : f32[s0, 32] = aten.index_select.default(%select, 0, %logit_rows)
     %mm : f32[s0, 64] = aten.mm.default(%index_select, %t)
 After: tokens [T, K] from %logits, %hidden, %positions, a row per request; here K = 2
-    %argmax : i64[T] = aten.argmax.default(%logits, -1)
+    %argmax : i64[T] = pcp.row_argmax.default(%logits)
     %unsqueeze : i64[1, T] = aten.unsqueeze.default(%argmax, 0)
     %embedding : f32[1, T, 32] = aten.embedding.default(%weight, %unsqueeze)
-    %build_metadata : (i64[T, L], i64[T], i64[T]) = pcp.build_metadata.default(%positions, %block_tables, ...)
+    %build_metadata : (i64[T, 4], i64[T]) = pcp.build_metadata.default(%positions, %block_tables, ...)
     %mm : f32[T, 64] = aten.mm.default(%select, %t)
-    %argmax_1 : i64[T] = aten.argmax.default(%mm, -1)
+    %argmax_1 : i64[T] = pcp.row_argmax.default(%mm)
     %stack : i64[T, 2] = aten.stack.default([%argmax, %argmax_1], 1)
 
 Why here: after attach_kv, so that all copies of the step share the caches; before hoist_prologue, which looks for what
@@ -20,7 +20,7 @@ Leaves alone: graphs of other phases. What depends on no input of the step (tran
     once.
 
 Step number s runs at the given positions + s - 1, made by adding 1 each time. Its tokens are those drawn before it, its
-hidden states those of the step before. Sampled proposals take %temperature [T] and %uniform [K, T] and return the
+hidden states those of the step before. Sampled proposals take %temperature [T] and %keys [K, T] and return the
 distributions too, [T, K, V].
 """
 
@@ -46,12 +46,12 @@ from pcp_compiler.pass_api import (
     erase_unused,
     refuse,
 )
-from pcp_compiler.sampling_ops import SAMPLE_DRAFT
+from pcp_compiler.sampling_ops import ROW_ARGMAX, SAMPLE_DRAFT
 from pcp_compiler.sizes import SizeNodes, replace_symbol
 from pcp_compiler.torch_private import size_expression
 
 aten = torch.ops.aten
-LOGITS, TEMPERATURE, UNIFORM = "logits", "temperature", "uniform"
+LOGITS, TEMPERATURE, KEYS = "logits", "temperature", "keys"
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class _Unroller:
         """Build the graph of a proposal."""
         output = next(iter(self._old.find_nodes(op="output")))
         _, step_logits = output.args[0]
-        logits, temperature, uniform = self._add_inputs(step_logits)
+        logits, temperature, keys = self._add_inputs(step_logits)
         self._sizes = SizeNodes(self._graph)
         hidden, positions = (self._kept[source] for source in self._step_inputs[1:])
         tokens: list[fx.Node] = []
@@ -140,7 +140,7 @@ class _Unroller:
                 picked, logits = self._copy_step(step, number)
                 hidden = self._call(aten.unsqueeze.default, picked, 0)
                 positions = self._call(aten.add.Tensor, positions, 1)
-            token, chances = self._draw(logits, temperature, uniform, number)
+            token, chances = self._draw(logits, temperature, keys, number)
             copy_meta(step_logits, token)
             tokens.append(token)
             probs += [chances] if chances else []
@@ -156,9 +156,9 @@ class _Unroller:
                 sampling = self._add_sampling_inputs(step_logits.meta["val"])
             elif node is not self._row_input:
                 self._kept[node] = self._graph.node_copy(node)
-        logits, temperature, uniform = (*sampling, None, None)[:3]
+        logits, temperature, keys = (*sampling, None, None)[:3]
         assert logits is not None
-        return logits, temperature, uniform
+        return logits, temperature, keys
 
     def _add_sampling_inputs(self, logits: Tensor) -> list[fx.Node]:
         values = {LOGITS: self._in_new_sizes(logits)}
@@ -166,7 +166,7 @@ class _Unroller:
             shape = (self._chain.num_draft_tokens, self._num_rows)
             with self._mode:
                 values[TEMPERATURE] = torch.empty(self._num_rows, dtype=torch.float32, device=logits.device)
-                values[UNIFORM] = torch.empty(shape, dtype=torch.float64, device=logits.device)
+                values[KEYS] = torch.empty(shape, dtype=torch.int64, device=logits.device)
         nodes = []
         for name, value in values.items():
             nodes.append(self._graph.placeholder(name))
@@ -199,12 +199,12 @@ class _Unroller:
         raise AssertionError("a graph without results")
 
     def _draw(
-        self, logits: fx.Node, temperature: fx.Node | None, uniform: fx.Node | None, number: int
+        self, logits: fx.Node, temperature: fx.Node | None, keys: fx.Node | None, number: int
     ) -> tuple[fx.Node, fx.Node | None]:
         """Add a draw of one token a row; return the tokens [N] and, unless greedy, the distributions [N, V]."""
-        if temperature is None or uniform is None:
-            return self._call(aten.argmax.default, logits, -1), None
-        mine = self._call(aten.select.int, uniform, 0, number)
+        if temperature is None or keys is None:
+            return self._call(ROW_ARGMAX, logits), None
+        mine = self._call(aten.select.int, keys, 0, number)
         drawn = self._call(SAMPLE_DRAFT, logits, temperature, mine)
         token, chances = (self._call(operator.getitem, drawn, position) for position in range(2))
         return token, chances

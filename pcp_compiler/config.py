@@ -14,12 +14,14 @@ import reprlib
 import tomllib
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import yaml
 from pydantic import (
+    AfterValidator,
     AfterValidator,
     BaseModel,
     ConfigDict,
@@ -114,8 +116,31 @@ VLLM_SHORT_GROUPS: Final[Mapping[str, str]] = {"cc": "compilation_config"}
 
 FILE_SUFFIXES: Final = (".yaml", ".yml", ".toml", ".json")
 
-BackendName = Literal["sdpa", "sdpa_prefix"]
-"""Attention backends; what each can do is in `pcp_compiler.plan.capabilities`."""
+BUILTIN_ATTENTION_BACKENDS: Final = ("triton", "varlen", "sdpa_prefix", "sdpa", "flex")
+"""Attention backends of this package; what each can do is in its file in `backends/attention/`."""
+
+ATTENTION_ENTRY_POINTS: Final = "pcp_compiler.attention"
+"""Entry point group of the attention backends of other packages."""
+
+
+def attention_backend_names() -> tuple[str, ...]:
+    """Return the names of all attention backends; no code of theirs is loaded for that."""
+    others = {entry.name for entry in entry_points(group=ATTENTION_ENTRY_POINTS)}
+    return (*BUILTIN_ATTENTION_BACKENDS, *sorted(others))
+
+
+def _check_backend(name: str) -> str:
+    if name not in attention_backend_names():
+        raise ValueError("not an attention backend")
+    return name
+
+
+def _check_backend_or_auto(name: str) -> str:
+    return name if name == "auto" else _check_backend(name)
+
+
+BackendName = Annotated[str, AfterValidator(_check_backend)]
+BackendOrAuto = Annotated[str, AfterValidator(_check_backend_or_auto)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +265,8 @@ class CheckConfig(_Section):
     rules. `pcp_compiler.inspect(..., check_rows=True)` does the same with its example inputs."""
 
 
-_BACKEND_OR_NONE: Final = Allowed("sdpa, sdpa_prefix, or None for not set")
+_BACKENDS: Final = ", ".join(attention_backend_names())
+_BACKEND_OR_NONE: Final = Allowed(f"{_BACKENDS}, or None for not set")
 
 
 class BackendPerKind(_Section):
@@ -259,7 +285,7 @@ class BackendPerKind(_Section):
 class AttentionConfig(_Section):
     """Which attention backend runs a layer."""
 
-    backend: Annotated[Literal["auto", BackendName], Allowed("auto, sdpa, sdpa_prefix")] = "auto"
+    backend: Annotated[BackendOrAuto, Allowed(f"auto, {_BACKENDS}")] = "auto"
     """Backend of the target's layers whose kind is not set in `backend_per_kind`. `auto`: the first that can run the
     layer's kind in the phase at hand."""
 
@@ -283,7 +309,7 @@ class DraftConfig(_Section):
     """Draft tokens K of a request and round, the upper bound of `k_schedule`. 0: none are drafted, but the drafter's
     K/V is kept up to date."""
 
-    attention_backend: Annotated[Literal["auto", BackendName], Allowed("auto, sdpa, sdpa_prefix")] = "auto"
+    attention_backend: Annotated[BackendOrAuto, Allowed(f"auto, {_BACKENDS}")] = "auto"
     """Backend of the drafter's layers whose kind is in neither `backend_per_kind` of this group nor of `attention`."""
 
     backend_per_kind: Annotated[BackendPerKind, Allowed("mapping of attention kind to backend")] = BackendPerKind()

@@ -58,7 +58,7 @@ class DraftChain:
     num_draft_tokens: int
     """K, >= 1."""
     is_greedy: bool
-    """Whether the most likely token is taken; otherwise the program takes temperatures and random numbers."""
+    """Whether the most likely token is taken; otherwise the program takes temperatures and keys of draws."""
     token_input: str
     hidden_input: str
     row_input: str
@@ -73,6 +73,8 @@ class Phase:
     """Whether each rank runs its own rows; otherwise every rank runs all of them."""
     block_size: int | None = None
     """Slots of a KV block; None: the program has no cache."""
+    has_fp8_kv: bool = False
+    """Whether keys and values are stored in eight bits."""
     local_inputs: frozenset[str] = frozenset()
     """Token inputs that hold this rank's rows only."""
     local_outputs: frozenset[int] = frozenset()

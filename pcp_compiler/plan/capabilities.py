@@ -1,10 +1,19 @@
-"""What each attention backend can run, as data: plans choose and refuse a backend before any of its code is loaded."""
+"""What each attention backend can run, as data, and which one is taken: the first that has no gap.
+
+Backends are modules with a `BACKEND`, loaded by name: ours in `backends/attention/`, those of other packages by entry
+points of the group `pcp_compiler.attention`; their name is the backend's, their value its `AttentionBackend`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, Final
+
+from pcp_compiler.config import ATTENTION_ENTRY_POINTS, BUILTIN_ATTENTION_BACKENDS
 
 ATTENTION_KINDS: Final = ("full", "sliding_window", "mla", "sparse_index")
 """Names of the kinds a layer's attention can have."""
@@ -12,7 +21,7 @@ ATTENTION_KINDS: Final = ("full", "sliding_window", "mla", "sparse_index")
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What a caller asks of a backend; False means not needed."""
+    """What a caller asks of a backend; False and None mean not needed, or not known yet."""
 
     kind: str
     """Kind of the layer, one of `ATTENTION_KINDS`."""
@@ -24,6 +33,22 @@ class AttentionNeeds:
     """Keys and values lie in kv_blocks, found by block tables."""
     non_causal: bool = False
     """Rows of a draft_block see each other in both directions."""
+    device: str = "cpu"
+    """Type of the device."""
+    dtype: str | None = None
+    """Of the queries, as `bfloat16`."""
+    head_dims: tuple[int, int] | None = None
+    """Numbers in a key and in a value of one head."""
+    grouped_queries: bool = False
+    """Several query heads share a key head."""
+    soft_cap: bool = False
+    """Scores go through soft_cap * tanh(s / soft_cap)."""
+    sinks: bool = False
+    """Each head has the score of a key without a value."""
+    fp8_kv: bool = False
+    """Keys and values are stored in eight bits with scales."""
+    capture: bool = False
+    """The call becomes part of a captured graph: no host value may depend on a device value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,57 +68,92 @@ class AttentionCapabilities:
     """Whether it reads keys and values by block tables."""
     non_causal: bool
     """Whether rows of a draft_block may see each other in both directions."""
+    priorities: Mapping[str, int]
+    """Devices it runs on; where several backends can run a layer, `auto` takes the one with the smallest number."""
+    dtypes: frozenset[str] = frozenset(["float64", "float32", "bfloat16", "float16"])
+    """Types of queries it takes."""
+    max_head_dim: int | None = None
+    """Largest head; None: any."""
+    equal_head_dims: bool = False
+    """Whether keys and values must be equally wide."""
+    grouped_queries: bool = True
+    soft_cap: bool = True
+    sinks: bool = True
+    fp8_kv: bool = True
+    is_capture_safe: bool = False
+    """Whether a captured call serves other lengths: all that it reads of the batch lies on the device."""
+    context_buckets: bool = False
+    """Whether its launch follows the width of the block tables, the context bucket of a captured graph."""
+    missing: str | None = None
+    """Why it cannot run in this environment, as `triton is not installed`."""
 
     def find_gaps(self, needs: AttentionNeeds) -> tuple[str, ...]:
         """Return what this backend lacks of `needs`, one phrase each; empty if it can run them."""
+        widest = max(needs.head_dims, default=0) if needs.head_dims else 0
         checks = (
             (needs.kind in self.kinds, f"kind {needs.kind}"),
             (self.supports_pcp or not needs.pcp, "PCP rank-local rows"),
             (self.ragged_queries or not needs.ragged_queries, "query rows that differ by request"),
             (self.paged or not needs.paged, "paged K/V"),
             (self.non_causal or not needs.non_causal, "non-causal draft_blocks"),
-        )
-        return tuple(phrase for is_met, phrase in checks if not is_met)
+            (needs.device in self.priorities, f"device {needs.device}"),
+            (needs.dtype is None or needs.dtype in self.dtypes, f"dtype {needs.dtype}"),
+            (self.max_head_dim is None or widest <= self.max_head_dim, f"heads of {widest} numbers"),
+            (not self.equal_head_dims or needs.head_dims is None or len(set(needs.head_dims)) == 1,
+             "values narrower than keys"),
+            (self.grouped_queries or not needs.grouped_queries, "query heads that share a key head"),
+            (self.soft_cap or not needs.soft_cap, "soft caps"),
+            (self.sinks or not needs.sinks, "sinks"),
+            (self.fp8_kv or not needs.fp8_kv, "fp8 K/V"),
+            (self.is_capture_safe or not needs.capture, "captured graphs"),
+        )  # fmt: skip
+        gaps = tuple(phrase for is_met, phrase in checks if not is_met)
+        return gaps if self.missing is None else (f"what it needs: {self.missing}", *gaps)
 
 
-SDPA_PREFIX: Final = AttentionCapabilities(
-    name="sdpa_prefix",
-    kinds=frozenset(["full", "sliding_window", "mla"]),
-    supports_pcp=False,  # its query rows are the last positions of the request, which zigzag rows are not
-    ragged_queries=True,
-    paged=True,
-    non_causal=False,
-)
-"""Query rows are the last q positions of each request's paged K/V: decode, verify, chunked prefill, and every pass of a
-replicated drafter."""
+@dataclass(frozen=True, slots=True)
+class AttentionBackend:
+    """A backend: its record, and the function that `pcp::paged_attention` calls for it."""
 
-SDPA: Final = AttentionCapabilities(
-    name="sdpa",
-    kinds=frozenset(["full", "sliding_window", "mla"]),
-    supports_pcp=True,
-    ragged_queries=True,
-    paged=True,
-    non_causal=False,
-)
-"""The reference: any query rows, each masked by its own position."""
-
-BACKENDS: Final = (SDPA_PREFIX, SDPA)
-"""Every backend, in the order `auto` tries them: the narrower one does less work where it fits."""
+    capabilities: AttentionCapabilities
+    attend: Callable[..., Any]
+    """Takes what `kv_ops.paged_attention` takes, without `backend`, and returns the same."""
 
 
-def find_backend(name: str, backends: Sequence[AttentionCapabilities] = BACKENDS) -> AttentionCapabilities:
-    """Return the record of the backend `name`, which the config has already checked."""
-    found = [record for record in backends if record.name == name]
-    assert len(found) == 1, f"{len(found)} records for attention backend {name}"
+@functools.cache
+def load_backends() -> tuple[AttentionBackend, ...]:
+    """Return every backend: ours, then those of installed packages."""
+    ours = [import_module(f"pcp_compiler.backends.attention.{name}").BACKEND for name in BUILTIN_ATTENTION_BACKENDS]
+    theirs = [entry.load() for entry in entry_points(group=ATTENTION_ENTRY_POINTS)]
+    names = [backend.capabilities.name for backend in (*ours, *theirs)]
+    assert len(set(names)) == len(names), f"two attention backends of one name: {names}"
+    return (*ours, *theirs)
+
+
+def load_records() -> tuple[AttentionCapabilities, ...]:
+    """Return the record of every backend."""
+    return tuple(backend.capabilities for backend in load_backends())
+
+
+def find_backend(name: str) -> AttentionBackend:
+    """Return the backend `name`, which the config has already checked."""
+    found = [backend for backend in load_backends() if backend.capabilities.name == name]
+    assert len(found) == 1, f"{len(found)} attention backends are called {name}"
     return found[0]
 
 
-def pick_backend(needs: AttentionNeeds, backends: Sequence[AttentionCapabilities] = BACKENDS) -> str | None:
-    """Return the name of the first backend that can run `needs`; None if there is none."""
-    return next((record.name for record in backends if not record.find_gaps(needs)), None)
+def find_record(name: str, records: Sequence[AttentionCapabilities]) -> AttentionCapabilities:
+    """Return the record of `name`."""
+    return next(record for record in records if record.name == name)
 
 
-def describe_gaps(needs: AttentionNeeds, backends: Sequence[AttentionCapabilities] = BACKENDS) -> str:
+def pick_backend(needs: AttentionNeeds, records: Sequence[AttentionCapabilities]) -> str | None:
+    """Return the name of the backend that `auto` takes for `needs`; None if none can run them."""
+    able = [record for record in records if not record.find_gaps(needs)]
+    return min(able, key=lambda record: record.priorities[needs.device]).name if able else None
+
+
+def describe_gaps(needs: AttentionNeeds, records: Sequence[AttentionCapabilities]) -> str:
     """Return what each backend lacks of `needs`, for messages: `sdpa_prefix has no PCP rank-local rows`."""
-    gaps = {record.name: record.find_gaps(needs) for record in backends}
+    gaps = {record.name: record.find_gaps(needs) for record in records}
     return "; ".join(f"{name} has no {', no '.join(missing)}" for name, missing in gaps.items() if missing)

@@ -13,11 +13,11 @@ from typing import Any, Final, Literal
 from pcp_compiler.config import Config
 from pcp_compiler.errors import ConfigError
 from pcp_compiler.plan.capabilities import (
-    BACKENDS,
     AttentionCapabilities,
     AttentionNeeds,
     describe_gaps,
-    find_backend,
+    find_record,
+    load_records,
     pick_backend,
 )
 
@@ -78,17 +78,20 @@ def choose_draft_backend(config: Config, kind: str) -> BackendChoice:
 
 
 def find_sharding_obstacle(
-    config: Config, method: str, kind: str, backends: Sequence[AttentionCapabilities] = BACKENDS
-) -> str | None:
+    config: Config, method: str, kind: str, device: str = "cpu",
+    backends: Sequence[AttentionCapabilities] | None = None,
+) -> str | None:  # fmt: skip
     """Return why the first pass of this drafter cannot run on rank-local rows; None if it can."""
     if method in BLOCK_METHODS:
         return f"method {method} drafts from restored global rows"
-    return _describe_missing(config, _needs(method, kind, pcp=True), backends)
+    records = load_records() if backends is None else backends
+    return _describe_missing(config, _needs(method, kind, device, pcp=True), records)
 
 
 def resolve_draft(
-    config: Config, *, method: str, kind: str, backends: Sequence[AttentionCapabilities] = BACKENDS
-) -> DraftPlan:
+    config: Config, *, method: str, kind: str, device: str = "cpu",
+    backends: Sequence[AttentionCapabilities] | None = None,
+) -> DraftPlan:  # fmt: skip
     """Return how the drafter runs; call this before building it.
 
     Shard-first: with `draft.mode: auto` the drafter is sharded if its method and its backend allow it and there is more
@@ -99,24 +102,27 @@ def resolve_draft(
         config: the target's config.
         method: one of `DRAFT_METHODS`.
         kind: attention kind of the drafter's layers.
-        backends: records in the order `auto` tries them.
+        device: type of the device it runs on. backends: records to choose from; None: all there are.
     Raises:
         ConfigError: `draft.mode: sharded` cannot be done, or no backend can run the drafter at all.
     Invariant: `config` is equal before and after, and shares no mutable part with `draft_config`.
     Source: vLLM pull request 53427; the last error, `draft.mode` and one rank are ours.
     """
     assert method in DRAFT_METHODS, f"draft method {method}"
+    records = load_records() if backends is None else backends
     choice = choose_draft_backend(config, kind)
-    mode, mode_reason = _pick_mode(config, find_sharding_obstacle(config, method, kind, backends))
-    backend = _pick_draft_backend(config, mode, method, kind, backends)
+    mode, mode_reason = _pick_mode(config, find_sharding_obstacle(config, method, kind, device, records))
+    backend = _pick_draft_backend(config, mode, _needs(method, kind, device, pcp=mode == "sharded"), method, records)
     backend_reason = f"backend {backend}: {'automatic' if choice.name is None else f'set by {choice.key}'}"
     reasons = (*choice.overruled, f"{backend_reason}, kind {kind}", f"mode {mode}: {mode_reason}")
     return DraftPlan(mode, backend, kind, reasons, _copy_config(config, mode, backend))
 
 
-def _needs(method: str, kind: str, *, pcp: bool) -> AttentionNeeds:
+def _needs(method: str, kind: str, device: str, *, pcp: bool) -> AttentionNeeds:
     """Return what any drafter needs: a step's requests have different numbers of rows, and their K/V is paged."""
-    return AttentionNeeds(kind, pcp=pcp, ragged_queries=True, paged=True, non_causal=method in BLOCK_METHODS)
+    return AttentionNeeds(
+        kind, pcp=pcp, ragged_queries=True, paged=True, non_causal=method in BLOCK_METHODS, device=device
+    )
 
 
 def _describe_missing(config: Config, needs: AttentionNeeds, backends: Sequence[AttentionCapabilities]) -> str | None:
@@ -131,7 +137,7 @@ def _describe_missing(config: Config, needs: AttentionNeeds, backends: Sequence[
 def _find_candidates(
     choice: BackendChoice, backends: Sequence[AttentionCapabilities]
 ) -> Sequence[AttentionCapabilities]:
-    return backends if choice.name is None else [find_backend(choice.name, backends)]
+    return backends if choice.name is None else [find_record(choice.name, backends)]
 
 
 def _pick_mode(config: Config, obstacle: str | None) -> tuple[DraftMode, str]:
@@ -150,19 +156,18 @@ def _pick_mode(config: Config, obstacle: str | None) -> tuple[DraftMode, str]:
 
 
 def _pick_draft_backend(
-    config: Config, mode: DraftMode, method: str, kind: str, backends: Sequence[AttentionCapabilities]
+    config: Config, mode: DraftMode, needs: AttentionNeeds, method: str, backends: Sequence[AttentionCapabilities]
 ) -> str:
     """Return the backend that runs the drafter in `mode`; ConfigError with both modes' reasons if there is none."""
-    needs = _needs(method, kind, pcp=mode == "sharded")
-    choice = choose_draft_backend(config, kind)
+    choice = choose_draft_backend(config, needs.kind)
     name = pick_backend(needs, _find_candidates(choice, backends))
     if name is not None:
         return name
     able = [record.name for record in backends if not record.find_gaps(needs)]
-    knob = f"set draft.backend_per_kind.{kind} to {' or '.join(able)}" if able else "use another drafter"
+    knob = f"set draft.backend_per_kind.{needs.kind} to {' or '.join(able)}" if able else "use another drafter"
     raise ConfigError(
-        f"{choice.key}: got {choice.name or 'auto'}, which cannot run a {method} drafter of kind {kind}; "
-        f"sharded: {find_sharding_obstacle(config, method, kind, backends)}; "
+        f"{choice.key}: got {choice.name or 'auto'}, which cannot run a {method} drafter of kind {needs.kind}; "
+        f"sharded: {find_sharding_obstacle(config, method, needs.kind, needs.device, backends)}; "
         f"replicated: {_describe_missing(config, needs, backends)}; {knob}"
     )
 

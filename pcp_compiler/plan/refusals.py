@@ -8,7 +8,7 @@ from typing import Final
 
 from pcp_compiler.config import BackendPerKind, Config
 from pcp_compiler.errors import ConfigError
-from pcp_compiler.plan.capabilities import BACKENDS, AttentionCapabilities, find_backend
+from pcp_compiler.plan.capabilities import AttentionCapabilities, find_record, load_records
 from pcp_compiler.plan.draft import BLOCK_METHODS, DRAFT_METHODS, choose_draft_backend, find_sharding_obstacle
 
 
@@ -24,6 +24,8 @@ class RefusalFacts:
     """Attention kind of the drafter's layers; None: unknown."""
     dcp_size: int = 1
     """Decode context parallel ranks."""
+    device: str = "cpu"
+    """Type of the device that the models are on."""
     kv_sharded: bool = False
     """Whether each rank holds a part of the KV cache only."""
     full_capture_phases: tuple[str, ...] = ()
@@ -136,11 +138,11 @@ def _find_sharded_without_pcp(config: Config, facts: RefusalFacts) -> str | None
     if config.draft.mode != "sharded" or method == "none" or method in BLOCK_METHODS:
         return None
     kinds = () if facts.drafter_kind is None else (facts.drafter_kind,)
-    return _judge_kinds(kinds, lambda kind: _describe_sharded_without_pcp(config, method, kind))
+    return _judge_kinds(kinds, lambda kind: _describe_sharded_without_pcp(config, method, kind, facts.device))
 
 
-def _describe_sharded_without_pcp(config: Config, method: str, kind: str) -> str | None:
-    if find_sharding_obstacle(config, method, kind) is None:
+def _describe_sharded_without_pcp(config: Config, method: str, kind: str, device: str) -> str | None:
+    if find_sharding_obstacle(config, method, kind, device) is None:
         return None
     choice = choose_draft_backend(config, kind)
     return f'draft.mode: got "sharded" with {choice.key} = {choice.name or "auto"} for kind {kind}'
@@ -168,10 +170,10 @@ def _judge_kinds(kinds: tuple[str, ...], judge: Callable[[str], str | None]) -> 
 def _find_target_backends(config: Config, kind: str) -> tuple[str, Sequence[AttentionCapabilities]]:
     """Return the config key that decides the target's backend for `kind`, and the records it allows."""
     if name := getattr(config.attention.backend_per_kind, kind, None):
-        return f"attention.backend_per_kind.{kind}", [find_backend(name)]
+        return f"attention.backend_per_kind.{kind}", [find_record(name, load_records())]
     if config.attention.backend == "auto":
-        return "attention.backend", BACKENDS
-    return "attention.backend", [find_backend(config.attention.backend)]
+        return "attention.backend", load_records()
+    return "attention.backend", [find_record(config.attention.backend, load_records())]
 
 
 def _show_backends(records: Sequence[AttentionCapabilities]) -> str:
@@ -213,7 +215,7 @@ REFUSALS: Final = (
         name="target-backend-without-pcp",
         condition="pcp_size > 1 with a target backend without PCP",
         reason="the backend does not take a rank's zigzag rows",
-        knob=f"set it to {_show_backends([record for record in BACKENDS if record.supports_pcp])} or leave it out",
+        knob="set it to a backend that takes them (sdpa, triton) or leave it out",
         find=_find_target_without_pcp,
     ),
     Refusal(

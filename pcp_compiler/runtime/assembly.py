@@ -61,8 +61,8 @@ def assemble(
     check_used(config, COMPILER_KEYS, "SpeculativeDecoder", "torch.compile or pcp_compiler.compile")
     drafter = named if drafter is None else drafter
     ready = drafter if isinstance(drafter, Drafter) else None
-    plan = resolve_plan(config, ready)
     parts = find_target_parts(target)
+    plan = resolve_plan(config, ready, parts.embedding.weight.device.type)
     max_model_len = find_max_model_len(config, parts)
     built = None if plan is None else ready or _load(target, plan, drafter)
     proposer = None
@@ -99,10 +99,10 @@ def split_model(source: ConfigSource) -> tuple[Config, nn.Module | None]:
     return load_config(options), module
 
 
-def resolve_plan(config: Config, ready: Drafter | None) -> DraftPlan | None:
+def resolve_plan(config: Config, ready: Drafter | None, device: str) -> DraftPlan | None:
     """Return how the drafter will run; None without one."""
     method = None if ready is None else ready.capabilities.method
-    check_refusals(config, RefusalFacts(drafter_method=method))
+    check_refusals(config, RefusalFacts(drafter_method=method, device=device))
     if method is not None and method != config.draft.method:
         raise ConfigError(
             f'draft.method: got "{config.draft.method}", and the drafter given is of method {method}; allowed: {method}'
@@ -110,7 +110,7 @@ def resolve_plan(config: Config, ready: Drafter | None) -> DraftPlan | None:
     if config.draft.method == "none":
         return None
     kind = "full" if ready is None else ready.capabilities.attention_kinds[0]
-    return resolve_draft(config, method=config.draft.method, kind=kind)
+    return resolve_draft(config, method=config.draft.method, kind=kind, device=device)
 
 
 def check_drafter(drafter: Drafter, plan: DraftPlan, parts: TargetParts) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -106,6 +106,7 @@ class CachedModel:
 
     def lower(self, phase: Phase) -> Lowered:
         """Return a program of the module for another phase; it runs with the same weights and caches."""
+        phase = replace(phase, has_fp8_kv=self._config.limits.kv_cache_dtype == "fp8_e4m3")
         return self._compile_cache.lower(self.traced, self._config, phase)
 
     def refresh_weights(self) -> None:

@@ -94,7 +94,8 @@ class SpeculativeDecoder:
         step = self.scheduler.schedule()
         if step is None:
             return []
-        index = step_index(step.batch, partition_step(step.batch, self.config.parallel), self._device)
+        partition = partition_step(step.batch, self.config.parallel)
+        index = step_index(step.batch, partition, self.target.block_size, self._device)
         hidden, logits = self._run_target(step.batch, index)
         previous = [self._proposals.get(rows.request.request_id) for rows in step.rows]
         verdict = judge(

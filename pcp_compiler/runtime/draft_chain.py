@@ -12,12 +12,12 @@ from torch import Tensor
 
 from pcp_compiler.kv_ops import ADVANCE_METADATA, BUILD_METADATA
 from pcp_compiler.pass_api import DraftChain, Phase, RowMetadata, calls
-from pcp_compiler.passes.attach_kv import BLOCK_TABLES, KV_POSITIONS
-from pcp_compiler.passes.unroll_draft import LOGITS, TEMPERATURE, UNIFORM
+from pcp_compiler.passes.attach_kv import BLOCK_TABLES
+from pcp_compiler.passes.unroll_draft import KEYS, LOGITS, TEMPERATURE
 from pcp_compiler.pipeline import Lowered
 from pcp_compiler.runtime.cached_model import CachedModel
 from pcp_compiler.runtime.layout import to_tensor
-from pcp_compiler.runtime.sampling import SamplingRows, draft_uniforms
+from pcp_compiler.runtime.sampling import SamplingRows, draft_keys
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class DraftChains:
         inputs = {LOGITS: start.logits, "hidden": start.hidden[None], "positions": positions[None]}
         if not self._is_greedy:
             steps = torch.arange(num_draft_tokens, device=positions.device)[:, None]
-            inputs |= {TEMPERATURE: options.temperature, UNIFORM: draft_uniforms(options.seeds, positions, steps)}
+            inputs |= {TEMPERATURE: options.temperature, KEYS: draft_keys(options.seeds, positions, steps)}
         return inputs
 
     def _index(self, num_draft_tokens: int, start: ChainStart) -> Mapping[str, Tensor]:
@@ -114,7 +114,5 @@ class DraftChains:
         assert ends.max() <= bound, "a chain starts behind the positions of its batch"
         last_blocks = start.block_tables[np.arange(num_requests), np.maximum(ends - 1, 0) // self._model.block_size]
         assert num_draft_tokens == 1 or (last_blocks > 0).all(), "a position of the chain has no KV block"
-        return {
-            BLOCK_TABLES: to_tensor(start.block_tables, device),
-            KV_POSITIONS: torch.arange(bound, device=device),
-        }
+        num_blocks = -(-bound // self._model.block_size)
+        return {BLOCK_TABLES: to_tensor(start.block_tables[:, :num_blocks], device)}

@@ -42,18 +42,19 @@ def partition_step(batch: Batch, parallel: ParallelConfig) -> Partition | None:
     )  # fmt: skip
 
 
-def step_index(batch: Batch, partition: Partition | None, device: torch.device) -> StepIndex:
-    """Return the index inputs of a step."""
+def step_index(batch: Batch, partition: Partition | None, block_size: int, device: torch.device) -> StepIndex:
+    """Return the index inputs of a step; block tables are as wide as its longest request is long."""
+    num_blocks = -(-int(batch.seq_lens.max()) // block_size)
     whole = {
         SLOTS: to_tensor(batch.slots, device),
-        BLOCK_TABLES: to_tensor(batch.block_tables, device),
+        BLOCK_TABLES: to_tensor(batch.block_tables[:, :num_blocks], device),
         SPANS: spans_tensor(
             SpanRow(request, int(start), int(length), int(seq_len))
             for request, (start, length, seq_len) in enumerate(
                 zip(batch.query_start[:-1], batch.query_lens, batch.seq_lens, strict=True)
             )
             if length
-        ),
+        ).to(device),
     }
     if partition is None:
         return StepIndex(whole, (), None)
@@ -62,7 +63,7 @@ def step_index(batch: Batch, partition: Partition | None, device: torch.device) 
             **index_tensors(partition, rank, device),
             SLOTS: whole[SLOTS],
             BLOCK_TABLES: whole[BLOCK_TABLES],
-            SPANS: spans_tensor(local_view(batch, partition, rank).spans),
+            SPANS: spans_tensor(local_view(batch, partition, rank).spans).to(device),
         }
         for rank in range(len(partition.per_rank))
     )
@@ -74,6 +75,9 @@ def spans_tensor(spans: Iterable[tuple[int, ...]]) -> Tensor:
     return torch.tensor([tuple(span) for span in spans], dtype=torch.int64).reshape(-1, 4)
 
 
-def to_tensor(values: NDArray[np.integer], device: torch.device) -> Tensor:
-    """Return a copy of an array on a device."""
-    return torch.tensor(values, device=device)
+def to_tensor(values: NDArray[np.number], device: torch.device) -> Tensor:
+    """Return a copy of an array on a device; the host does not wait for what runs there."""
+    copied = torch.tensor(values)
+    if device.type == "cuda":
+        copied = copied.pin_memory()
+    return copied.to(device, non_blocking=True)

@@ -58,7 +58,7 @@ class ModelProposer(ChainProposer):
             "logit_rows": self._tensor(batch.logit_rows),
         }
         partition = partition_step(batch, self._parallel)
-        index = step_index(batch, partition, self._device)
+        index = step_index(batch, partition, self.model.block_size, self._device)
         self.chains.counts.first_builds += 1  # its rows are not the target's
         if partition is None:
             recycled, logits = self.model.run_whole(inputs, index.whole)

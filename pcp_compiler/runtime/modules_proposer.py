@@ -111,7 +111,7 @@ class ModulesProposer(Proposer):
         """Return draft tokens and their distributions, one [R'] and [R', V] per module."""
         batch = window.batch
         partition = partition_step(batch, self._parallel)
-        index = step_index(batch, partition, self._device)
+        index = step_index(batch, partition, self.models[0].block_size, self._device)
         hidden = [window.hidden] * (1 if partition is None else self._parallel.pcp_size)
         options = SamplingRows.from_params(self._params(step, going_on), self._device) if len(going_on) else None
         starts = self._tensor(batch.seq_lens[going_on])

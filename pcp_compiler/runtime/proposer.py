@@ -224,7 +224,7 @@ class MTPProposer(ChainProposer):
             return results[0], results[1]
         index = sampled.index
         if self.mode == "replicated":
-            index = step_index(batch, None, self._device)
+            index = step_index(batch, None, self.model.block_size, self._device)
             self.chains.counts.first_builds += 1
         results = self.model.run_whole({**inputs, "hidden": sampled.hidden[0]}, index.whole)
         return results[0], results[1]

@@ -19,10 +19,10 @@ from pcp_compiler.config import load_config
 from pcp_compiler.errors import InvariantError, UnsupportedGraphError
 from pcp_compiler.graph_text import count_ops, format_graph
 from pcp_compiler.invariants import check_values
-from pcp_compiler.kv_ops import BUILD_METADATA, PAGED_ATTENTION_ROWS, STORE_KV
+from pcp_compiler.kv_ops import BUILD_METADATA, PAGED_ATTENTION, STORE_KV
 from pcp_compiler.pass_api import Pass, PassContext, Phase, add_call, calls
 from pcp_compiler.passes import hoist_prologue, unroll_draft
-from pcp_compiler.passes.attach_kv import BLOCK_TABLES, KV_POSITIONS
+from pcp_compiler.passes.attach_kv import BLOCK_TABLES
 from pcp_compiler.passes.hoist_prologue import HoistPrologue
 from pcp_compiler.passes.unroll_draft import UnrollDraft
 from pcp_compiler.pipeline import CACHE_PASSES, CANONICAL_PASSES, METADATA_PASSES, lower, passes_for, run_pass
@@ -249,13 +249,13 @@ def test_decisions_list_the_class_of_each_value() -> None:
     traced = trace_step(Step(3))
     chain = lower(traced.trace, load_config({}), phase=chain_phase(4)).decisions.entries["attention metadata"]
     where = "1 builds, 2 advances for 9 uses, positions positions + [0, 1, 2]"
-    assert chain == [f"kv_slots: invariant: {where}", f"slots: affine: {where}", f"kv_lens: affine: {where}"]
+    assert chain == [f"spans: affine: {where}", f"slots: affine: {where}"]
     step = lower(traced.trace, load_config({}), phase=step_phase()).decisions.entries["attention metadata"]
-    assert [line.split(":")[1] for line in step] == [" invariant"] * 3
+    assert [line.split(":")[1] for line in step] == [" invariant"] * 2
     varying = VARYING["hoist_prologue__chosen_position"]()
     run_pass(HoistPrologue(), varying.gm, varying.ctx)
     classes = [line.split(":")[1].strip() for line in varying.ctx.decisions.entries["attention metadata"]]
-    assert classes == ["invariant"] * 3 + ["varying"] * 3
+    assert classes == ["invariant"] * 2 + ["varying"] * 2
 
 
 def test_dumps_show_the_graph_before_and_after_and_the_classes(tmp_path: Path) -> None:
@@ -281,8 +281,7 @@ def start_values(lowered: Any, traced: ModuleTrace, is_greedy: bool) -> tuple[li
     generator = torch.Generator().manual_seed(2)
     inputs = [torch.randn(2, NUM_IDS, generator=generator), torch.randn(1, 2, HIDDEN, generator=generator)]
     sampling = [] if is_greedy else [torch.tensor([0.7, 0.0]), torch.rand(4, 2, generator=generator).double()]
-    index = {BLOCK_TABLES: torch.tensor([[3, 1, 6, 0, 0], [5, 2, 7, 4, 8]], dtype=torch.int32),
-             KV_POSITIONS: torch.arange(17)}  # fmt: skip
+    index = {BLOCK_TABLES: torch.tensor([[3, 1, 6, 0, 0], [5, 2, 7, 4, 8]], dtype=torch.int32)}
     for node in lowered.program.graph_module.graph.find_nodes(op="placeholder"):
         role = node.meta.get("index_input", "")
         if "cache" in role:
@@ -315,6 +314,6 @@ def test_the_unrolled_graph_is_right_as_text_too(number: int) -> None:
     start = before(UnrollDraft(), Step(2), chain_phase(3, is_greedy=bool(number)))
     gm, _ = run_pass(UnrollDraft(), start.gm, start.ctx)
     source = build_program(gm, dict(start.ctx.seeds), pcp_size=1, title="chain").source
-    assert source.count("pcp.store_kv.default") == source.count("pcp.paged_attention_rows.default") == 4
-    assert len(list(calls(gm, STORE_KV))) == len(list(calls(gm, PAGED_ATTENTION_ROWS))) == 4
+    assert source.count("pcp.store_kv.default") == source.count("pcp.paged_attention.default") == 4
+    assert len(list(calls(gm, STORE_KV))) == len(list(calls(gm, PAGED_ATTENTION))) == 4
     assert source.count("aten.t.default") == 3  # transposed weights are made once, not once a step

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from pcp_compiler.config import Config, load_config
 from pcp_compiler.errors import ConfigError
-from pcp_compiler.plan.capabilities import BACKENDS, SDPA, SDPA_PREFIX
+from pcp_compiler.plan.capabilities import find_record, load_records
 from pcp_compiler.plan.draft import DraftPlan, choose_draft_backend, resolve_draft
 
 X, Y = "sdpa", "sdpa_prefix"  # with and without PCP
-BLOCK_BACKENDS = tuple(replace(record, non_causal=True) for record in BACKENDS)
+SDPA, SDPA_PREFIX = (find_record(name, load_records()) for name in (X, Y))
+BLOCK_BACKENDS = tuple(replace(record, non_causal=True) for record in (SDPA_PREFIX, SDPA))
 
 
 def make_config(**keys: Any) -> Config:
@@ -31,7 +32,7 @@ def resolve(config: Config, method: str = "mtp", kind: str = "mla") -> DraftPlan
 
 def refusal(config: Config, method: str = "mtp", kind: str = "mla") -> str:
     with pytest.raises(ConfigError) as caught:
-        resolve_draft(config, method=method, kind=kind)
+        resolve_draft(config, method=method, kind=kind, backends=(SDPA_PREFIX, SDPA))
     return str(caught.value)
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pcp_compiler.kv_ops import ADVANCE_METADATA, BUILD_METADATA
 from pcp_compiler.pass_api import Phase, RowMetadata
-from pcp_compiler.passes.attach_kv import BLOCK_TABLES, KV_POSITIONS, SLOTS, SPANS
+from pcp_compiler.passes.attach_kv import BLOCK_TABLES, SLOTS, SPANS
 from pcp_compiler.runtime.batch import PAD_SLOT, slots_at
 from pcp_compiler.runtime.cached_model import CachedModel
 from pcp_compiler.runtime.decoder import SpeculativeDecoder
@@ -94,7 +94,7 @@ class Game:
         rows = RowMetadata("positions", MAX_MODEL_LEN)
         lowered = self.model.lower(Phase("step", is_sharded=False, block_size=BLOCK_SIZE, rows=rows))
         bound = chain_bound(self.start.seq_lens, num_draft_tokens, MAX_MODEL_LEN)
-        index = {BLOCK_TABLES: torch.from_numpy(self.start.block_tables), KV_POSITIONS: torch.arange(bound)}
+        index = {BLOCK_TABLES: torch.from_numpy(self.start.block_tables[:, : -(-bound // BLOCK_SIZE)])}
 
         def run(token: Tensor, hidden: Tensor, positions: np.ndarray) -> tuple[Tensor, Tensor]:
             return tuple(self.model.run_whole(self.inputs(token, hidden, positions), index, lowered.program))
