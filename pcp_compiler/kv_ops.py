@@ -111,6 +111,32 @@ def _slots_at(block_tables: Tensor, positions: Tensor, block_size: int, max_mode
     return torch.where(has_slot, blocks * block_size + known % block_size, -1)
 
 
+def _store_kv_cuda(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor, *, layer: int) -> Tensor:
+    """`store_kv` in one launch."""
+    from pcp_compiler.kernels import kv_rows
+
+    kv_rows.store_kv(k[0], v[0], slots, k_cache, v_cache)
+    return k.new_empty(0)
+
+
+def _build_metadata_cuda(
+    positions: Tensor, block_tables: Tensor, *, block_size: int, max_model_len: int
+) -> tuple[Tensor, Tensor]:
+    """`build_metadata` in one launch."""
+    from pcp_compiler.kernels import metadata
+
+    return metadata.build_metadata(positions, block_tables, block_size=block_size, max_model_len=max_model_len)
+
+
+def _advance_metadata_cuda(
+    spans: Tensor, block_tables: Tensor, *, by: int, block_size: int, max_model_len: int
+) -> tuple[Tensor, Tensor]:
+    """`advance_metadata` in one launch."""
+    from pcp_compiler.kernels import metadata
+
+    return metadata.advance_metadata(spans, block_tables, by=by, block_size=block_size, max_model_len=max_model_len)
+
+
 def _build_metadata_fake(positions: Tensor, _tables: Tensor, **_kw: object) -> tuple[Tensor, Tensor]:
     num_rows = positions.shape[1]
     return positions.new_empty(num_rows, 4), positions.new_empty(num_rows)
@@ -134,6 +160,13 @@ for _name, _kernel, _fake in (
 ):
     _lib.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pcp::{_name}", _fake, lib=_lib)
+
+for _name, _kernel in (
+    ("store_kv", _store_kv_cuda),
+    ("build_metadata", _build_metadata_cuda),
+    ("advance_metadata", _advance_metadata_cuda),
+):
+    _lib.impl(_name, _kernel, "CUDA")
 
 STORE_KV = torch.ops.pcp.store_kv.default
 PAGED_ATTENTION = torch.ops.pcp.paged_attention.default

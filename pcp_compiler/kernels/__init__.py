@@ -1,0 +1,1 @@
+"""Triton kernels, each with a torch reference; they run on the CPU under the Triton interpreter too."""
