@@ -22,7 +22,6 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import yaml
 from pydantic import (
     AfterValidator,
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -48,13 +47,8 @@ PLANNED_KEYS: Final = (
     "draft.adaptive_verification",
     "draft.confidence",
     "draft.threshold",
-    "capture.mode",
-    "capture.sizes",
-    "capture.context_buckets",
-    "capture.executor",
     "capture.segment_compiler",
     "capture.splitting_ops",
-    "capture.memory_mb",
     "capture.cache_dir",
     "numerics",
 )
@@ -190,6 +184,19 @@ def _check_k_range(entry: object) -> tuple[int, int, int]:
     if not (1 <= low <= high and num_draft_tokens >= 0):
         raise ValueError("not 1 <= low <= high and K >= 0")
     return low, high, num_draft_tokens
+
+
+def _check_integers(value: object) -> tuple[int, ...] | None:
+    """Return a list of positive integers as it is; None stays None."""
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or any(type(number) is not int or number < 1 for number in value):
+        raise ValueError("not a list of integers >= 1")
+    return tuple(value)
+
+
+def _list_or_none(value: tuple[int, ...] | None) -> list[int] | None:
+    return None if value is None else list(value)
 
 
 def _check_kv_blocks(value: object) -> int | Literal["auto"]:
@@ -382,6 +389,43 @@ class LimitsConfig(_Section):
         return self.max_num_tokens if self.prefill_chunk is None else self.prefill_chunk
 
 
+class CaptureConfig(_Section):
+    """Which programs are captured, so that they run again without Python in between."""
+
+    mode: Annotated[
+        Literal["none", "piecewise", "full_decode", "full_and_piecewise"],
+        Allowed("none, piecewise, full_decode, full_and_piecewise"),
+    ] = "none"
+    """`full_decode`: steps without prompts and draft chains, each as one graph. `piecewise`: what lies between
+    attention, KV writes and collectives, for all steps. `full_and_piecewise`: prompts in pieces, the rest whole."""
+
+    executor: Annotated[
+        Literal["auto", "eager", "replay", "cuda_graph"], Allowed("auto, eager, replay, cuda_graph")
+    ] = "auto"
+    """What runs captured programs. `cuda_graph`: CUDA graphs. `replay`: the same on a CPU, emulated, for tests.
+    `eager`: nothing is captured. `auto`: cuda_graph on a GPU, else eager."""
+
+    sizes: Annotated[
+        tuple[int, ...] | None,
+        PlainValidator(_check_integers),
+        PlainSerializer(_list_or_none, return_type=list[int] | None),
+        Allowed("list of integers >= 1, [] for off, or None"),
+    ] = None
+    """Rows of a rank that programs are captured at; more are added so that the largest step has one. None: 1, 2, 4,
+    then steps of 8 and more."""
+
+    context_buckets: Annotated[
+        tuple[int, ...] | None,
+        PlainValidator(_check_integers),
+        PlainSerializer(_list_or_none, return_type=list[int] | None),
+        Allowed("list of integers >= 1, [] for the whole context only, or None"),
+    ] = None
+    """Longest contexts that whole graphs are captured for, beside `limits.max_model_len`. None: 2048, 8192, ..."""
+
+    memory_mb: Annotated[int | None, Field(ge=1), Allowed("integer >= 1, or None for no limit")] = None
+    """Memory for captures in MiB; those that would exceed it are left out and named."""
+
+
 class DumpConfig(_Section):
     """What is written to disk while compiling."""
 
@@ -406,6 +450,9 @@ class _Values(_Section):
 
     limits: LimitsConfig = LimitsConfig()
     """Sizes of the decoder's batches and of its KV cache."""
+
+    capture: CaptureConfig = CaptureConfig()
+    """Which programs are captured, so that they run again without Python in between."""
 
     tokens: Annotated[
         Mapping[Annotated[str, Field(min_length=1)], int],
@@ -489,7 +536,7 @@ class Config(_Values):
 _AnyValues = TypeVar("_AnyValues", bound=_Values)
 
 
-DECODER_KEYS: Final = ("attention", "draft", "limits", "parallel.shard_decode")
+DECODER_KEYS: Final = ("attention", "capture", "draft", "limits", "parallel.shard_decode")
 """Keys that SpeculativeDecoder alone uses."""
 
 COMPILER_KEYS: Final = ("tokens", "check", "dump", "parallel.ranks", "parallel.timeout_s")

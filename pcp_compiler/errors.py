@@ -52,5 +52,9 @@ class RankMismatchError(RankError):
     """Ranks differ in what they must share: input, weights, versions, config or schedule; the same on every rank."""
 
 
+class CaptureError(PcpError):
+    """A program does something that a captured graph cannot do; names the program and the op."""
+
+
 class InvariantError(AssertionError):
     """A pass broke a graph invariant: a fault of ours, not of the user."""

@@ -49,9 +49,11 @@ ALLOWED_KEYS = (
     "draft.backend_per_kind.full, draft.backend_per_kind.sliding_window, draft.backend_per_kind.mla, "
     "limits.max_model_len, limits.max_num_requests, limits.max_num_tokens, limits.kv_block_size, limits.kv_blocks, "
     "limits.kv_cache_dtype, limits.prefill_chunk, limits.prefix_cache, "
+    "capture.mode, capture.executor, capture.sizes, capture.context_buckets, capture.memory_mb, "
     "check.mode, check.rtol, check.atol, check.rows, dump.dir, dump.level, tokens.<argument>, role, config"
 )
 SIZE = "integer >= 1"
+CAPTURE_SIZES = "list of integers >= 1, [] for off, or None"
 RANKS = "auto, virtual, distributed"
 SECONDS = "seconds > 0"
 MIN_TOKENS = "integer >= 0, or None for 2 * pcp_size"
@@ -105,6 +107,13 @@ FULL: dict[str, Any] = {
         "kv_cache_dtype": "fp8_e4m3",
         "prefill_chunk": 32,
         "prefix_cache": False,
+    },
+    "capture": {
+        "mode": "full_decode",
+        "executor": "replay",
+        "sizes": [8, 1, 8],
+        "context_buckets": [],
+        "memory_mb": 512,
     },
     "tokens": {"input_ids": -1, "x": 0},
     "check": {"mode": "inputs", "rtol": 0.5, "atol": 0.0, "rows": True},
@@ -211,6 +220,15 @@ def test_a_ready_config_is_returned_as_it_is() -> None:
         ("check.rows", 1, "1 (int)", "True, False"),
         ("parallel.shard_decode", 1, "1 (int)", SWITCH),
         ("parallel.shard_decode", "true", '"true" (str)', SWITCH),
+        ("capture.mode", "FULL", '"FULL" (str)', "none, piecewise, full_decode, full_and_piecewise"),
+        ("capture.executor", "gpu", '"gpu" (str)', "auto, eager, replay, cuda_graph"),
+        ("capture.sizes", [0], "[0] (list)", CAPTURE_SIZES),
+        ("capture.sizes", [2, -1], "[2, -1] (list)", CAPTURE_SIZES),
+        ("capture.sizes", [1.0], "[1.0] (list)", CAPTURE_SIZES),
+        ("capture.sizes", [True], "[True] (list)", CAPTURE_SIZES),
+        ("capture.sizes", 8, "8 (int)", CAPTURE_SIZES),
+        ("capture.context_buckets", [0], "[0] (list)", "list of integers >= 1, [] for the whole context only, or None"),
+        ("capture.memory_mb", 0, "0 (int)", "integer >= 1, or None for no limit"),
         ("attention.backend", "flash", '"flash" (str)', BACKEND),
         ("attention.backend", None, "None (NoneType)", BACKEND),
         ("attention.backend_per_kind.full", "auto", '"auto" (str)', KIND_BACKEND),
@@ -350,13 +368,6 @@ def test_a_planned_key_is_refused_by_name_whatever_its_value(key: str) -> None:
             assert refusal(options) == f"{key} is planned and does not work yet; remove it"
 
 
-@pytest.mark.parametrize("group", ["capture"])
-def test_a_planned_group_is_refused_by_name(group: str) -> None:
-    values: list[Any] = [None, {}, "auto"]
-    for value in values:
-        assert refusal({group: value}) == f"{group} is planned and does not work yet; remove it"
-
-
 def test_every_key_of_the_public_contract_either_works_or_is_planned() -> None:
     working = {"parallel.pcp_size", "parallel.ranks", "parallel.min_tokens_to_shard", "parallel.on_token_mixing"}
     working |= {"parallel.timeout_s.start", "parallel.timeout_s.step"}
@@ -364,7 +375,7 @@ def test_every_key_of_the_public_contract_either_works_or_is_planned() -> None:
     working |= {"parallel.shard_decode", "dump.dir", "dump.level", "tokens", "role", "attention.backend"}
     working |= {f"{group}.backend_per_kind.{kind}" for group in ("attention", "draft") for kind in BACKEND_KINDS}
     working |= {f"draft.{name}" for name in FULL["draft"] if name != "backend_per_kind"}
-    working |= {f"limits.{name}" for name in FULL["limits"]}
+    working |= {f"{group}.{name}" for group in ("limits", "capture") for name in FULL[group]}
     assert {key.removesuffix(".<argument>") for key in ALLOWED_KEYS.split(", ")} == working | {"config"}
     assert not working & set(PLANNED_KEYS)
     assert len(set(PLANNED_KEYS)) == len(PLANNED_KEYS)
@@ -403,8 +414,7 @@ def test_an_unknown_key_names_the_nearest_key_and_all_that_are_allowed(key: str,
     [
         ("draft.tap", "draft.taps"),
         ("parallel.tp_siz", "parallel.tp_size"),
-        ("cudagraph_mod", "cudagraph_mode"),
-        ("captures", "capture"),
+        ("splitting_op", "splitting_ops"),
     ],
 )
 def test_a_nearest_key_that_is_planned_says_so(key: str, nearest: str) -> None:
@@ -582,16 +592,12 @@ def test_a_bad_value_of_an_alias_names_both_spellings() -> None:
 @pytest.mark.parametrize(
     ("options", "spelling", "key"),
     [
-        ({"cudagraph_mode": "FULL"}, "cudagraph_mode", "capture.mode"),
-        ({"-cc.cudagraph_mode": "NONE"}, "-cc.cudagraph_mode", "capture.mode"),
-        ({"compilation_config": {"cudagraph_mode": 1}}, "compilation_config.cudagraph_mode", "capture.mode"),
         (
             {"--compilation-config": {"splitting_ops": []}},
             "--compilation-config.splitting_ops",
             "capture.splitting_ops",
         ),
         ({"splitting_ops": []}, "splitting_ops", "capture.splitting_ops"),
-        ({"cudagraph_capture_sizes": [1, 2]}, "cudagraph_capture_sizes", "capture.sizes"),
         (
             {"--speculative-config": {"enable_adaptive_verification": True}},
             "--speculative-config.enable_adaptive_verification",
@@ -663,10 +669,10 @@ def test_an_inline_alias_wins_over_the_file(tmp_path: Path) -> None:
 
 
 def test_a_fault_of_the_file_is_not_hidden_by_an_inline_value(tmp_path: Path) -> None:
-    path = write(tmp_path, "c.json", '{"parallel": {"pcp_size": "2", "ranks": 1}, "capture": {"mode": "none"}}')
+    path = write(tmp_path, "c.json", '{"parallel": {"pcp_size": "2", "ranks": 1}, "capture": {"cache_dir": "x"}}')
     message = refusal({"config": path, "parallel.pcp_size": 4})
     assert message.splitlines() == [
-        f"{path}: capture.mode is planned and does not work yet; remove it",
+        f"{path}: capture.cache_dir is planned and does not work yet; remove it",
         'parallel.pcp_size: got "2" (str); allowed: integer >= 1',
         "parallel.ranks: got 1 (int); allowed: auto, virtual, distributed",
     ]
@@ -907,6 +913,13 @@ def test_the_resolved_config_has_every_choice_decided(options: dict[str, Any], e
             "prefill_chunk": 2048,
             "prefix_cache": True,
         },
+        "capture": {
+            "mode": "none",
+            "executor": "auto",
+            "sizes": None,
+            "context_buckets": None,
+            "memory_mb": None,
+        },
         "tokens": {"x": 1},
         "check": {"mode": "none", "rtol": None, "atol": None, "rows": False},
         "dump": {"dir": None, "level": "passes"},
@@ -1016,7 +1029,7 @@ def test_a_config_survives_pickle_and_deepcopy_with_its_notes() -> None:
     [
         ({"parallel": {"pcp_size": "4"}}, 'parallel.pcp_size: got "4" (str); allowed: integer >= 1'),
         ({"parallel": 3}, f"parallel: got 3 (int); allowed: mapping with the keys {PARALLEL_KEYS}"),
-        ({"capture": {"mode": "none"}}, "capture is planned and does not work yet; remove it"),
+        ({"capture": {"cache_dir": "x"}}, "capture.cache_dir is planned and does not work yet; remove it"),
         ({"draft": {"method": "mtp", "taps": []}}, "draft.taps is planned and does not work yet; remove it"),
         ({"draft": {"mode": "auto"}}, "draft.method: not given beside draft.mode; allowed: none, mtp, model"),
         ({"parallel": {"tp_size": 2}}, "parallel.tp_size is planned and does not work yet; remove it"),

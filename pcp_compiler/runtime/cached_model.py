@@ -18,8 +18,12 @@ from pcp_compiler.passes.attach_kv import SLOTS
 from pcp_compiler.pipeline import Lowered, lower
 from pcp_compiler.program import RankProgram
 from pcp_compiler.ranks import ExecutedCollective, run_lockstep
+from pcp_compiler.plan.captures import CapturePhase
+from pcp_compiler.plan.dispatch import LiveBatch
 from pcp_compiler.runtime.batch import PAD_SLOT
+from pcp_compiler.runtime.captures import CapturedProgram, Captures
 from pcp_compiler.runtime.layout import StepIndex
+from pcp_compiler.runtime.static_inputs import describe
 from pcp_compiler.trace import ModuleTrace, trace_module
 
 KvPlacement = Literal["shared", "per_rank"]
@@ -87,6 +91,9 @@ class CachedModel:
         self.counts = RunCounts()
         self.executed: list[ExecutedCollective] = []
         self.caches: list[dict[str, Tensor]] = []
+        self.captures: Captures | None = None
+        self._tokens = tuple(tokens)
+        self._captured: dict[int, CapturedProgram] = {}
         self._module = module
         self._weights: list[Tensor] = []
         self.refresh_weights()
@@ -112,6 +119,8 @@ class CachedModel:
     def refresh_weights(self) -> None:
         """Run with the parameters and buffers that the module has now."""
         self._weights = [*self._module.parameters(), *self._module.buffers()]  # the order of the programs' inputs
+        if self.captures is not None:
+            self.captures.drop()
 
     def bytes_per_slot(self, dtype: torch.dtype | None) -> int:
         """Return the memory of one KV slot over all layers."""
@@ -136,16 +145,43 @@ class CachedModel:
             self.caches.append(caches)
 
     def run_whole(
-        self, inputs: Mapping[str, Tensor], index: Mapping[str, Tensor], program: RankProgram | None = None
-    ) -> Sequence[Any]:
+        self, inputs: Mapping[str, Tensor], index: Mapping[str, Tensor], program: RankProgram | None = None,
+        live: LiveBatch | None = None,
+    ) -> Sequence[Any]:  # fmt: skip
         """Run all rows on every rank; ranks that share a cache would all do the same, so one stands for all.
 
         Args:
             program: one of `lower`, default: that of the module itself.
+            live: what the batch needs of a capture; None: it runs eagerly.
         """
         program = program or self.whole.program
-        results = [self._run([self._start(program, inputs, index, rank)])[0] for rank in range(len(self.caches))]
+        values = {**inputs, **index}
         self.counts.num_whole += 1
+        if live is not None and self.captures is not None:
+            results = self.captures.run(self._captured[id(program)], values, live)
+            if results is not None:
+                return results
+        return self._run_copies(program, values)
+
+    def may_capture(
+        self, program: RankProgram, phases: tuple[CapturePhase, ...], *, name: str, logit_rows: str = "rows",
+        num_draft_tokens: int = 0,
+    ) -> CapturedProgram:  # fmt: skip
+        """Return a program of this model as one that `run_whole` may replay.
+
+        Args:
+            phases: that it is captured for. logit_rows: see `StaticForm`. num_draft_tokens: of a draft chain.
+        """
+        captured = CapturedProgram(
+            name, describe(program, len(self._weights), self._tokens, logit_rows=logit_rows),
+            lambda values: self._run_copies(program, values), phases, num_draft_tokens,
+        )  # fmt: skip
+        self._captured[id(program)] = captured
+        return captured
+
+    def _run_copies(self, program: RankProgram, values: Mapping[str, Tensor]) -> Sequence[Any]:
+        """Run a program once for each copy of the caches; the results are the same."""
+        results = [self._run([self._start(program, values, values, rank)])[0] for rank in range(len(self.caches))]
         return results[0]
 
     def run_sharded(self, inputs: Sequence[Mapping[str, Tensor]], step: StepIndex) -> list[Sequence[Any]]:

@@ -10,14 +10,17 @@ from torch import Tensor, nn
 
 from pcp_compiler.drafters.base import Drafter
 from pcp_compiler.errors import CallError
+from pcp_compiler.plan.captures import CaptureKey, CaptureLimits, CapturePhase, plan_captures
+from pcp_compiler.plan.dispatch import unreachable_keys
 from pcp_compiler.plan.k_schedule import build_schedule
 from pcp_compiler.runtime.assembly import ConfigSource, assemble
 from pcp_compiler.runtime.batch import Batch
 from pcp_compiler.runtime.cached_model import CompileCache, KvPlacement
+from pcp_compiler.runtime.captures import Captures, CaptureStats, pick_executor
 from pcp_compiler.runtime.generation import Event, Generation, OnTokens, check_prompt
 from pcp_compiler.runtime.judge import Judgement, judge
 from pcp_compiler.runtime.kv_blocks import BlockPool
-from pcp_compiler.runtime.layout import StepIndex, partition_step, step_index, to_tensor
+from pcp_compiler.runtime.layout import StepIndex, live_batch, partition_step, step_index, to_tensor
 from pcp_compiler.runtime.metrics import AcceptanceStats, explain_low_acceptance
 from pcp_compiler.runtime.proposer import Proposal, Sampled
 from pcp_compiler.runtime.request import Request
@@ -64,6 +67,7 @@ class SpeculativeDecoder:
         )  # fmt: skip
         if self.proposer is not None:
             self.proposer.prepare(self._schedule.distinct(self.limits.max_num_requests))
+        self.captures = self._make_captures()
         self._proposals: dict[int, Proposal] = {}
         self._weights = WeightWatch([target] if self.drafter is None else [target, self.drafter])
         self._tie_margin = tie_margin
@@ -139,6 +143,42 @@ class SpeculativeDecoder:
             raise
         return [Generation.of(request) for request in requests]
 
+    def capture_stats(self) -> CaptureStats:
+        """Return what captured programs did so far: replays, eager runs with their reasons, padding, memory."""
+        return CaptureStats() if self.captures is None else self.captures.stats
+
+    # -- captures --------------------------------------------------------------------------------------------------
+
+    def _make_captures(self) -> Captures | None:
+        """Capture what the config asks for; None if nothing is captured."""
+        section, limits = self.config.capture, self.limits
+        executor = pick_executor(section, self._device)
+        if executor is None:
+            return None
+        bounds = CaptureLimits(
+            limits.max_num_requests, limits.max_num_tokens, limits.max_model_len, self._schedule,
+            pcp_size=self.config.parallel.pcp_size, shard_decode=self.config.parallel.shard_decode,
+        )  # fmt: skip
+        phases: list[CapturePhase] = ["decode", "verify", "draft"] if self.proposer else ["decode"]
+        plan = plan_captures(
+            section.mode, phases, bounds, sizes=section.sizes, context_buckets=section.context_buckets,
+            memory_mb=section.memory_mb, estimate_bytes=self._estimate_bytes,
+        )  # fmt: skip
+        for line in (*plan.describe(), *plan.notes):
+            log.info("%s", line)
+        for key in unreachable_keys(plan.keys, bounds):
+            log.warning("capture %s: no batch within the limits replays it", key)
+        captures = Captures(executor, plan.keys, self.target.block_size)
+        programs = [self.target.may_capture(self.target.whole.program, ("decode", "verify"), name="target")]
+        for model in (self.target, *(self.proposer.models if self.proposer else ())):
+            model.captures = captures
+        captures.capture_all(programs + (self.proposer.captured() if self.proposer else []))
+        return captures
+
+    def _estimate_bytes(self, key: CaptureKey) -> int:
+        """Return about what a capture adds: logits of its rows, in the model's type and in float32."""
+        return key.capture_size * self.vocab_size * 8
+
     # -- one step --------------------------------------------------------------------------------------------------
 
     def _check_weights(self) -> None:
@@ -161,7 +201,8 @@ class SpeculativeDecoder:
             "logit_rows": to_tensor(batch.logit_rows, self._device),
         }
         if index.partition is None:
-            hidden, logits = self.target.run_whole(inputs, index.whole)
+            live = live_batch(batch, self.limits.max_model_len)
+            hidden, logits = self.target.run_whole(inputs, index.whole, live=live)
             return [hidden], logits
         results = self.target.run_sharded([inputs] * self.config.parallel.pcp_size, index)
         return [hidden for hidden, _ in results], results[0][1]

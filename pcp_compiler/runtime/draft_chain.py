@@ -15,7 +15,9 @@ from pcp_compiler.pass_api import DraftChain, Phase, RowMetadata, calls
 from pcp_compiler.passes.attach_kv import BLOCK_TABLES
 from pcp_compiler.passes.unroll_draft import KEYS, LOGITS, TEMPERATURE
 from pcp_compiler.pipeline import Lowered
+from pcp_compiler.plan.dispatch import LiveBatch, context_bound
 from pcp_compiler.runtime.cached_model import CachedModel
+from pcp_compiler.runtime.captures import CapturedProgram
 from pcp_compiler.runtime.layout import to_tensor
 from pcp_compiler.runtime.sampling import SamplingRows, draft_keys
 
@@ -55,7 +57,7 @@ def chain_bound(seq_lens: NDArray[np.int64], num_draft_tokens: int, max_model_le
     From this batch's lengths alone, which no rejection can raise: it is reached by a request that accepted all drafts
     and got the bonus token. Its first step runs at position seq_len, its last at seq_len + K - 2.
     """
-    return min(int(seq_lens.max()) + num_draft_tokens - 1, max_model_len)
+    return context_bound(seq_lens, max_model_len=max_model_len, num_ahead=num_draft_tokens - 1)
 
 
 class DraftChains:
@@ -87,13 +89,25 @@ class DraftChains:
             self.lowered[num_draft_tokens] = self._model.lower(phase)
         return self.lowered[num_draft_tokens]
 
+    def captured(self) -> list[CapturedProgram]:
+        """Return the programs made so far as ones that may be captured."""
+        return [
+            self._model.may_capture(
+                lowered.program, ("draft",), name=f"{self._model.name} chain, K = {count}", num_draft_tokens=count
+            )
+            for count, lowered in self.lowered.items()
+        ]
+
     def run(self, num_draft_tokens: int, start: ChainStart, options: SamplingRows) -> tuple[Tensor, Tensor | None]:
         """Return draft tokens [R, K] and, unless drafts are greedy, the distributions they came from, [R, K, V]."""
         lowered = self.lower(num_draft_tokens)
         graph_module = lowered.program.graph_module
+        bound = chain_bound(start.seq_lens, num_draft_tokens, self._max_model_len)
         ids, *probs = self._model.run_whole(
-            self._inputs(num_draft_tokens, start, options), self._index(num_draft_tokens, start), lowered.program
-        )
+            self._inputs(num_draft_tokens, start, options), self._index(num_draft_tokens, start, bound),
+            lowered.program,
+            LiveBatch("draft", len(start.positions), len(start.positions), 1, bound, num_draft_tokens),
+        )  # fmt: skip
         self.counts.num_proposals += 1
         self.counts.builds += sum(1 for _ in calls(graph_module, BUILD_METADATA))
         self.counts.advances += sum(1 for _ in calls(graph_module, ADVANCE_METADATA))
@@ -107,9 +121,8 @@ class DraftChains:
             inputs |= {TEMPERATURE: options.temperature, KEYS: draft_keys(options.seeds, positions, steps)}
         return inputs
 
-    def _index(self, num_draft_tokens: int, start: ChainStart) -> Mapping[str, Tensor]:
-        device = start.logits.device
-        num_requests, bound = len(start.positions), chain_bound(start.seq_lens, num_draft_tokens, self._max_model_len)
+    def _index(self, num_draft_tokens: int, start: ChainStart, bound: int) -> Mapping[str, Tensor]:
+        device, num_requests = start.logits.device, len(start.positions)
         ends = np.minimum(start.positions + num_draft_tokens - 1, self._max_model_len)
         assert ends.max() <= bound, "a chain starts behind the positions of its batch"
         last_blocks = start.block_tables[np.arange(num_requests), np.maximum(ends - 1, 0) // self._model.block_size]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pcp_compiler.config import ParallelConfig
 from pcp_compiler.passes.attach_kv import BLOCK_TABLES, SLOTS, SPANS
+from pcp_compiler.plan.dispatch import LiveBatch, context_bound
 from pcp_compiler.plan.partition import Partition, partition_batch
 from pcp_compiler.ranks import index_tensors
 from pcp_compiler.runtime.batch import Batch, SpanRow, local_view
@@ -27,6 +28,15 @@ class StepIndex:
     whole: Mapping[str, Tensor]
     ranks: tuple[Mapping[str, Tensor], ...]
     partition: Partition | None
+
+
+def live_batch(batch: Batch, max_model_len: int) -> LiveBatch | None:
+    """Return what a step needs of a capture that holds the whole program; None for one with prompts, which has none."""
+    phase = batch.phase
+    if phase not in ("decode", "verify"):
+        return None
+    context = context_bound(batch.seq_lens, max_model_len=max_model_len)
+    return LiveBatch(phase, batch.num_tokens, batch.num_requests, int(batch.query_lens.max()), context)
 
 
 def partition_step(batch: Batch, parallel: ParallelConfig) -> Partition | None:

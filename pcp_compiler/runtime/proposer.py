@@ -15,8 +15,9 @@ from pcp_compiler.drafters.base import Drafter
 from pcp_compiler.plan.draft import DraftPlan
 from pcp_compiler.runtime.batch import Batch
 from pcp_compiler.runtime.cached_model import CachedModel, CompileCache
+from pcp_compiler.runtime.captures import CapturedProgram
 from pcp_compiler.runtime.draft_chain import ChainStart, DraftChains
-from pcp_compiler.runtime.layout import StepIndex, step_index, to_tensor
+from pcp_compiler.runtime.layout import StepIndex, live_batch, step_index, to_tensor
 from pcp_compiler.runtime.rows import DraftRows
 from pcp_compiler.runtime.sampling import SamplingParams, SamplingRows
 from pcp_compiler.runtime.scheduler import Step
@@ -95,6 +96,13 @@ class Proposer(ABC):
     def prepare(self, draft_lengths: Sequence[int]) -> None:  # noqa: B027 - not every proposer has programs for each K
         """Make the programs for these K before the first step."""
 
+    def captured(self) -> list[CapturedProgram]:
+        """Return the programs that may be captured, and say so to their models."""
+        return [
+            model.may_capture(model.whole.program, ("decode", "verify"), name=model.name, logit_rows="requests")
+            for model in self.models
+        ]
+
     @abstractmethod
     def propose(
         self, step: Step, sampled: Sampled, num_draft_tokens: int, previous: Sequence[Proposal | None]
@@ -150,6 +158,10 @@ class ChainProposer(Proposer):
         for num_draft_tokens in draft_lengths:
             if num_draft_tokens:
                 self.chains.lower(num_draft_tokens)
+
+    def captured(self) -> list[CapturedProgram]:
+        """See `Proposer`; each chain is one too."""
+        return super().captured() + self.chains.captured()
 
     def _chain(
         self, step: Step, batch: Batch, going_on: np.ndarray, last_rows: np.ndarray, recycled: Tensor, logits: Tensor,
@@ -226,7 +238,8 @@ class MTPProposer(ChainProposer):
         if self.mode == "replicated":
             index = step_index(batch, None, self.model.block_size, self._device)
             self.chains.counts.first_builds += 1
-        results = self.model.run_whole({**inputs, "hidden": sampled.hidden[0]}, index.whole)
+        live = live_batch(batch, self.max_model_len)
+        results = self.model.run_whole({**inputs, "hidden": sampled.hidden[0]}, index.whole, live=live)
         return results[0], results[1]
 
 

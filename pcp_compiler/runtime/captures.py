@@ -1,0 +1,178 @@
+"""Captured programs of a decoder: which one a batch replays, and what happened so far."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from pcp_compiler.backends.executors.base import Capture, Executor
+from pcp_compiler.backends.executors.cuda_graph import GraphExecutor
+from pcp_compiler.backends.executors.replay import ReplayExecutor
+from pcp_compiler.config import CaptureConfig
+from pcp_compiler.errors import ConfigError
+from pcp_compiler.plan.captures import CaptureKey, CapturePhase
+from pcp_compiler.plan.dispatch import Dispatcher, LiveBatch, check_cover
+from pcp_compiler.runtime.static_inputs import Sizes, StaticForm
+
+log = logging.getLogger(__name__)
+
+Run = Callable[[Mapping[str, Tensor]], Sequence[Tensor]]
+"""Runs a program over its inputs, index inputs among them."""
+
+
+@dataclass(slots=True)
+class CaptureStats:
+    """What captures did for a decoder."""
+
+    hits: Counter[str] = field(default_factory=Counter)
+    """Replays by program and key."""
+    misses: Counter[str] = field(default_factory=Counter)
+    """Eager runs by program and reason."""
+    num_captures: int = 0
+    num_bytes: int = 0
+    """Memory that captures added."""
+    num_rows: int = 0
+    """Rows of all replays, without padding."""
+    num_pad_rows: int = 0
+    """Padding of all replays."""
+
+    @property
+    def num_replays(self) -> int:
+        """Replays of whole programs."""
+        return self.hits.total()
+
+    @property
+    def pad_waste(self) -> float:
+        """Part of the replayed rows that was padding, 0 to 1."""
+        total = self.num_rows + self.num_pad_rows
+        return self.num_pad_rows / total if total else 0.0
+
+
+class CapturedProgram(NamedTuple):
+    """A program that may be captured."""
+
+    name: str
+    form: StaticForm
+    run: Run
+    phases: tuple[CapturePhase, ...]
+    num_draft_tokens: int = 0
+    """Of a draft chain."""
+
+    def takes(self, key: CaptureKey) -> bool:
+        """Return whether a key is one of this program's."""
+        return key.phase in self.phases and key.num_draft_tokens == self.num_draft_tokens
+
+
+class _Held(NamedTuple):
+    capture: Capture
+    buffers: Mapping[str, Tensor]
+
+
+class Captures:
+    """Captures of any number of programs, made by one executor with one set of keys.
+
+    Args:
+        keys: what is captured. block_size: positions of a KV block.
+    """
+
+    def __init__(self, executor: Executor, keys: Sequence[CaptureKey], block_size: int) -> None:
+        self.stats = CaptureStats()
+        self.keys = tuple(keys)
+        self._executor = executor
+        self._dispatcher = Dispatcher(keys)
+        self._block_size = block_size
+        self._held: dict[tuple[str, CaptureKey], _Held] = {}
+
+    def run(
+        self, program: CapturedProgram, values: Mapping[str, Tensor], live: LiveBatch
+    ) -> list[Tensor] | None:  # fmt: skip
+        """Replay the capture that covers a batch, which is made now if it was dropped; None: no capture covers it.
+
+        Args:
+            values: the batch's inputs, index inputs among them.
+        Returns:
+            Copies of the results, without padding.
+        """
+        dispatch = self._dispatcher.find(live)
+        if dispatch.key is None:
+            self._count_miss(program.name, dispatch.reason)
+            return None
+        check_cover(dispatch.key, live)
+        held = self._held.get((program.name, dispatch.key)) or self.capture(program, dispatch.key)
+        for entry in program.form.inputs:
+            entry.fill(held.buffers[entry.name], values[entry.name])
+        held.capture.replay()
+        self.stats.hits[f"{program.name}: {dispatch.key}"] += 1
+        self.stats.num_rows += live.num_rows
+        self.stats.num_pad_rows += dispatch.num_pad_rows
+        return program.form.cut(held.capture.outputs, program.form.live_sizes(values))
+
+    def capture(self, program: CapturedProgram, key: CaptureKey) -> _Held:
+        """Capture a program at the sizes of a key, over inputs that are all padding, so that no KV is written."""
+        sizes = key_sizes(key, self._block_size, program.form)
+        buffers = {entry.name: entry.allocate(sizes) for entry in program.form.inputs}
+        title = f"{program.name}, {key}"
+        held = _Held(self._executor.capture(lambda: program.run(buffers), title), buffers)
+        self._held[program.name, key] = held
+        self.stats.num_captures += 1
+        self.stats.num_bytes += held.capture.num_bytes
+        log.info("captured %s, %.1f MiB", title, held.capture.num_bytes / 2**20)
+        return held
+
+    def capture_all(self, programs: Sequence[CapturedProgram]) -> None:
+        """Capture each program at the keys of its phases, the largest first: it sizes the memory that all share."""
+        todo = [(program, key) for key in self.keys for program in programs if program.takes(key)]
+        console = Console(stderr=True)
+        with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+            for program, key in bar.track(todo, description="capturing"):
+                self.capture(program, key)
+
+    def drop(self) -> None:
+        """Forget all captures: what they read, weights or caches, lies elsewhere now."""
+        self._held.clear()
+
+    def _count_miss(self, name: str, reason: str) -> None:
+        miss = f"{name}: {reason}"
+        if miss not in self.stats.misses:
+            log.info("%s; it runs eagerly", miss)
+        self.stats.misses[miss] += 1
+
+
+def key_sizes(key: CaptureKey, block_size: int, form: StaticForm) -> Sizes:
+    """Return the named sizes of a capture."""
+    assert key.num_requests is not None and key.context_bucket is not None, "a piece has no sizes of requests"
+    sizes = {
+        "rows": key.capture_size, "requests": key.num_requests, "spans": key.num_requests,
+        "kv_blocks": -(-key.context_bucket // block_size),
+    }  # fmt: skip
+    return {**sizes, "logit_rows": sizes[form.logit_rows]}
+
+
+def pick_executor(section: CaptureConfig, device: torch.device) -> Executor | None:
+    """Return what makes captures; None: nothing is captured.
+
+    Raises:
+        ConfigError: CUDA graphs without CUDA, or the emulator on a GPU.
+    """
+    name = section.executor
+    if name == "auto":
+        name = "cuda_graph" if device.type == "cuda" else "eager"
+    if section.mode == "none" or name == "eager":
+        return None
+    if name == "cuda_graph":
+        if device.type != "cuda":
+            raise ConfigError(
+                f"capture.executor: got cuda_graph, and the target is on {device}; allowed here: auto, eager, replay"
+            )
+        return GraphExecutor(device)
+    if device.type != "cpu":
+        raise ConfigError(f"capture.executor: got replay, and the target is on {device}; allowed here: cuda_graph")
+    return ReplayExecutor()

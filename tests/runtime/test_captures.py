@@ -1,0 +1,195 @@
+"""Captured programs: the same tokens as without, really replayed, whatever lies in the padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pcp_compiler.backends.executors.cuda_graph import GraphExecutor
+from pcp_compiler.backends.executors.replay import ReplayExecutor
+from pcp_compiler.errors import CaptureError, ConfigError, InvariantError
+from pcp_compiler.plan.dispatch import LiveBatch
+from pcp_compiler.runtime.decoder import SpeculativeDecoder
+from pcp_compiler.runtime.sampling import SamplingParams
+from tests.runtime.tiny import Tiny, make_prompt
+
+PROMPTS = [make_prompt(length) for length in (9, 21, 5, 13, 2)]
+LIMITS = {"kv_blocks": 160, "kv_block_size": 4, "max_num_requests": 4, "prefill_chunk": 8}
+
+
+def make_decoder(tiny: Tiny, draft: str, pcp_size: int, draft_mode: str = "auto", **capture: Any) -> SpeculativeDecoder:
+    config: dict[str, Any] = {
+        "parallel": {"pcp_size": pcp_size, "min_tokens_to_shard": 2}, "limits": LIMITS,
+        "capture": {"mode": "full_decode", "executor": "replay", **capture},
+    }  # fmt: skip
+    drafter = tiny.drafters.get(draft)
+    if drafter is not None:
+        method = drafter.capabilities.method
+        config["draft"] = {"method": method, "num_speculative_tokens": 3, "mode": draft_mode}
+    return SpeculativeDecoder(tiny.target, config, drafter, compile_cache=tiny.compile_cache)
+
+
+@pytest.mark.parametrize(
+    ("draft", "mode"),
+    [("none", "auto"), ("mtp", "sharded"), ("mtp", "replicated"), ("mtp3", "auto"), ("model", "auto")],
+)
+@pytest.mark.parametrize("pcp_size", [1, 2, 4])
+def test_captured_steps_give_the_tokens_of_the_eager_model_and_were_replayed(
+    tiny: Tiny, draft: str, mode: str, pcp_size: int
+) -> None:
+    if mode == "sharded" and pcp_size == 1:
+        pytest.skip("there is nothing to shard")
+    decoder = make_decoder(tiny, draft, pcp_size, mode)
+    stats = decoder.capture_stats()
+    num_made = stats.num_captures
+    tiny.check_greedy(decoder, PROMPTS, 12)
+    assert stats.num_captures == num_made > 0, "a capture was made while requests ran"
+    names = {name.split(":")[0] for name in stats.hits}
+    assert "target" in names
+    assert draft == "none" or any(name.startswith("draft") for name in names)
+    assert any("chain" in name for name in names) == (draft in ("mtp", "model"))
+    assert not stats.misses
+    assert stats.num_replays == sum(stats.hits.values()) > 10
+    assert 0 <= stats.pad_waste < 0.6 and stats.num_bytes > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sampled_tokens_are_the_same_with_and_without_captures(tiny: Tiny, seed: int) -> None:
+    params = [SamplingParams(10, temperature=1.0, seed=seed + number) for number in range(len(PROMPTS))]
+    outputs = []
+    for mode in ("none", "full_decode"):
+        config = {
+            "limits": LIMITS, "capture": {"mode": mode, "executor": "replay"},
+            "draft": {"method": "mtp", "sampling": "probabilistic"},
+        }  # fmt: skip
+        decoder = SpeculativeDecoder(tiny.target, config, tiny.drafters["mtp"], compile_cache=tiny.compile_cache)
+        outputs.append([made.token_ids for made in decoder.generate(PROMPTS, params, progress=False)])
+        assert (decoder.capture_stats().num_replays > 0) == (mode == "full_decode")
+    assert outputs[0] == outputs[1]
+
+
+def test_a_batch_that_no_capture_covers_runs_eagerly_and_is_counted_with_the_reason(tiny: Tiny) -> None:
+    decoder = make_decoder(tiny, "none", 1)
+    assert decoder.captures is not None
+    found = decoder.captures.run(
+        decoder.target._captured[id(decoder.target.whole.program)], {}, LiveBatch("decode", 9, 9, 1, 10)
+    )
+    assert found is None
+    assert decoder.capture_stats().misses == {"target: more than any decode capture has: requests, rows": 1}
+
+
+def test_sizes_of_the_user_are_captured_with_the_largest_step(tiny: Tiny) -> None:
+    decoder = make_decoder(tiny, "none", 1, sizes=[2], context_buckets=[16])
+    assert decoder.captures is not None
+    made = {(key.capture_size, key.context_bucket) for key in decoder.captures.keys}
+    assert made == {(2, 16), (2, 96), (4, 16), (4, 96)}
+    tiny.check_greedy(decoder, PROMPTS, 12)
+    hits = decoder.capture_stats().hits
+    assert any("context 16" in name for name in hits) and any("context 96" in name for name in hits)
+
+
+def test_nothing_is_captured_with_sizes_off_or_an_eager_executor(tiny: Tiny) -> None:
+    cases: list[dict[str, Any]] = [{"sizes": []}, {"executor": "eager"}, {"executor": "auto"}, {"mode": "none"}]
+    for options in cases:
+        decoder = make_decoder(tiny, "none", 1, **options)
+        tiny.check_greedy(decoder, PROMPTS[:1], 3)
+        assert decoder.capture_stats().num_captures == decoder.capture_stats().num_replays == 0
+
+
+def test_new_weights_are_captured_again(tiny: Tiny) -> None:
+    decoder = make_decoder(tiny, "mtp", 1)
+    tiny.check_greedy(decoder, PROMPTS[:2], 6)
+    weight = tiny.target.model.layers[0].mlp.down_proj.weight
+    before, num_made = weight.detach().clone(), decoder.capture_stats().num_captures
+    try:
+        tiny.target.model.layers[0].mlp.down_proj.weight = torch.nn.Parameter(before * -1.5, requires_grad=False)
+        tiny.forget_answers()
+        tiny.check_greedy(decoder, PROMPTS[:2], 6)
+        assert decoder.capture_stats().num_captures > num_made
+    finally:
+        tiny.target.model.layers[0].mlp.down_proj.weight = weight
+        tiny.forget_answers()
+
+
+def test_cuda_graphs_without_cuda_are_refused_with_what_is_allowed(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match=r"capture\.executor: got cuda_graph, .* cpu; allowed here: auto, eager, re"):
+        make_decoder(tiny, "none", 1, executor="cuda_graph")
+
+
+def test_a_memory_budget_below_the_largest_capture_is_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SpeculativeDecoder, "_estimate_bytes", lambda _self, key: key.capture_size << 20)
+    with pytest.raises(ConfigError, match=r"capture\.memory_mb: got 3, and the largest capture .*>= 4"):
+        make_decoder(tiny, "none", 1, memory_mb=3)
+
+
+# --- the emulator ----------------------------------------------------------------------------------------------------
+
+
+def capture(function: Any) -> Any:
+    return ReplayExecutor().capture(function, "test")
+
+
+def test_a_replay_reads_its_inputs_anew_and_starts_from_poison() -> None:
+    x = torch.ones(3)
+    made = capture(lambda: [(x + 1) * 2, x.view(3, 1).expand(3, 2).sum(1)])
+    x.fill_(4)
+    made.replay()
+    assert made.outputs[0].tolist() == [10] * 3 and made.outputs[1].tolist() == [8] * 3
+
+
+def test_what_a_capture_leaves_unwritten_is_poison_after_a_replay() -> None:
+    x = torch.ones(4)
+    made = capture(lambda: [torch.ops.aten.empty.memory_format([4]), x + 0])
+    made.outputs[0].fill_(1)
+    made.replay()
+    assert made.outputs[1].tolist() == [1] * 4
+
+
+def test_host_values_are_those_of_the_capture() -> None:
+    x, factor = torch.ones(2), [3]
+    made = capture(lambda: [x * factor[0]])
+    factor[0] = 5
+    made.replay()
+    assert made.outputs[0].tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: [x * float(x.sum())], lambda x: [x.nonzero()], lambda x: [x * x.sum().item()]]
+)
+def test_a_value_read_on_the_host_cannot_be_captured(function: Any) -> None:
+    x: Tensor = torch.ones(2)
+    with pytest.raises(CaptureError, match="test: aten.* on the host"):
+        capture(lambda: function(x))
+
+
+def test_writes_in_place_happen_in_each_replay() -> None:
+    x, total = torch.ones(2), torch.zeros(2)
+    made = capture(lambda: [total.add_(x)])
+    made.replay()
+    made.replay()
+    assert total.tolist() == [3, 3]
+
+
+def test_sizes_that_disagree_are_a_fault_of_ours(tiny: Tiny) -> None:
+    decoder = make_decoder(tiny, "none", 1)
+    form = decoder.target._captured[id(decoder.target.whole.program)].form
+    values = {entry.name: entry.allocate(dict.fromkeys(("rows", "requests", "spans", "kv_blocks", "logit_rows"), 2))
+              for entry in form.inputs}  # fmt: skip
+    values["slots"] = values["slots"][:1]
+    with pytest.raises(InvariantError, match="slots has 1 rows, another input 2"):
+        form.live_sizes(values)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_runs_again_over_new_inputs_and_refuses_reads_on_the_host() -> None:
+    x = torch.ones(3, device="cuda")
+    executor = GraphExecutor(x.device)
+    made = executor.capture(lambda: [(x + 1) * 2], "test")
+    x.fill_(4)
+    made.replay()
+    assert made.outputs[0].tolist() == [10] * 3
+    with pytest.raises(CaptureError, match="test: cannot be captured"):
+        executor.capture(lambda: [x * float(x.sum())], "test")
