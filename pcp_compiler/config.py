@@ -50,7 +50,6 @@ PLANNED_KEYS: Final = (
     "capture.segment_compiler",
     "capture.splitting_ops",
     "capture.cache_dir",
-    "numerics",
 )
 """Keys of the design that do not work yet."""
 
@@ -471,6 +470,10 @@ class _Values(_Section):
     role: Annotated[Literal["target"], Allowed("target")] = "target"
     """Part the model plays in speculative decoding."""
 
+    numerics: Annotated[Literal["exact", "fast"], Allowed("exact, fast")] = "exact"
+    """`fast`: steps of decode rows run fused kernels, which round less often than the model does: the same up to
+    rounding, not the same bits. `exact`: the model's own operations."""
+
     _notes: tuple[str, ...] = PrivateAttr(default=())
 
     def __init__(self, **options: Any) -> None:
@@ -536,7 +539,7 @@ class Config(_Values):
 _AnyValues = TypeVar("_AnyValues", bound=_Values)
 
 
-DECODER_KEYS: Final = ("attention", "capture", "draft", "limits", "parallel.shard_decode")
+DECODER_KEYS: Final = ("attention", "capture", "draft", "limits", "numerics", "parallel.shard_decode")
 """Keys that SpeculativeDecoder alone uses."""
 
 COMPILER_KEYS: Final = ("tokens", "check", "dump", "parallel.ranks", "parallel.timeout_s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import sympy
@@ -18,12 +19,21 @@ _DTYPES = {
 
 
 def format_graph(gm: fx.GraphModule, seeds: Mapping[str, int] | None = None) -> str:
-    """Return one line per node: name, type, sizes, placement, call.
+    """Return one line per node: name, type, sizes, placement, call; then the same for each segment that it calls.
 
     Symbols are renamed: T for the number of tokens, W for the rows of a rank, s0, s1, ... for others in order of use.
     """
     names = SymbolNames(gm, seeds or {})
-    return "\n".join(_format_node(node, names) for node in gm.graph.nodes) + "\n"
+    lines = [_format_node(node, names) for node in gm.graph.nodes]
+    for name, segment in find_segments(gm).items():
+        lines += ["", f"{name}:", *(f"    {_format_node(node, names)}" for node in segment.graph.nodes)]
+    return "\n".join(lines) + "\n"
+
+
+def find_segments(gm: fx.GraphModule) -> dict[str, fx.GraphModule]:
+    """Return the segments that a graph calls by name, each once, in the order of their first calls."""
+    found = {str(node.target): getattr(gm, str(node.target), None) for node in gm.graph.find_nodes(op="call_module")}
+    return {name: module for name, module in found.items() if isinstance(module, fx.GraphModule)}
 
 
 class SymbolNames:
@@ -106,12 +116,13 @@ def _format_argument(value: object) -> str:
 
 
 def count_ops(gm: fx.GraphModule) -> dict[str, int]:
-    """Return how often each call target occurs."""
-    counts: dict[str, int] = {}
-    for node in _call_nodes(gm):
-        name = target_text(node.target)
-        counts[name] = counts.get(name, 0) + 1
-    return counts
+    """Return how often each call target runs, inside segments too, and how often each segment does."""
+    counts = Counter(target_text(node.target) for node in _call_nodes(gm))
+    runs = Counter(str(node.target) for node in gm.graph.find_nodes(op="call_module"))
+    for name, segment in find_segments(gm).items():
+        for node in _call_nodes(segment):
+            counts[target_text(node.target)] += runs[name]
+    return dict(counts + runs)
 
 
 def _call_nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:

@@ -83,6 +83,10 @@ class Phase:
     """None: the host says with spans what each row sees."""
     chain: DraftChain | None = None
     """Of a program that runs a whole proposal; with `rows`."""
+    has_few_rows: bool = False
+    """Whether the program serves steps of decode rows only."""
+    is_split: bool = False
+    """Whether the program is cut into segments, which are captured one by one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,13 @@ from pcp_compiler.passes.attach_kv import AttachKv
 from pcp_compiler.passes.canonicalize_attention import CanonicalizeAttention
 from pcp_compiler.passes.canonicalize_experts import CanonicalizeExperts
 from pcp_compiler.passes.explicit_shapes import ExplicitShapes
+from pcp_compiler.passes.fuse_decode import FuseDecode
 from pcp_compiler.passes.gather_kv import GatherKv
 from pcp_compiler.passes.hoist_prologue import HoistPrologue
 from pcp_compiler.passes.infer_placements import InferPlacements
 from pcp_compiler.passes.restore_rows import RestoreRows
 from pcp_compiler.passes.shard_tokens import ShardTokens
+from pcp_compiler.passes.split_segments import SplitSegments
 from pcp_compiler.passes.unroll_draft import UnrollDraft
 from pcp_compiler.program import RankProgram, build_program
 from pcp_compiler.trace import Trace, copy_graph, is_positions, paused_gc
@@ -48,6 +50,12 @@ METADATA_PASSES: tuple[Pass, ...] = (
     UnrollDraft(),  # the steps of a proposal in one graph, so that what they share can be seen
     HoistPrologue(),  # last: metadata of all layers and steps is there now
 )
+FEW_ROWS_PASSES: tuple[Pass, ...] = (
+    FuseDecode(),  # last: unroll_draft and hoist_prologue look for the calls that disappear
+)
+SEGMENT_PASSES: tuple[Pass, ...] = (
+    SplitSegments(),  # last: the others look for calls in one graph
+)
 
 
 def passes_for(config: Config, phase: Phase) -> tuple[Pass, ...]:
@@ -60,6 +68,10 @@ def passes_for(config: Config, phase: Phase) -> tuple[Pass, ...]:
         passes += SHARDING_PASSES
     if phase.rows is not None:
         passes += METADATA_PASSES
+    if phase.has_few_rows and config.numerics == "fast":
+        passes += FEW_ROWS_PASSES
+    if phase.is_split:
+        passes += SEGMENT_PASSES
     return passes
 
 

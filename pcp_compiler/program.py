@@ -15,10 +15,13 @@ from torch.profiler import record_function
 
 from pcp_compiler import ops, torch_private
 from pcp_compiler.codegen.python_source import print_program
+from pcp_compiler.graph_text import find_segments
 from pcp_compiler.plan.partition import partition_batch
 from pcp_compiler.ranks import Program, ProgramFunction, index_tensors, run_lockstep
 from pcp_compiler.trace import source_line
 
+SegmentRunner = Callable[[int, Callable[..., Sequence[Any]], tuple[Any, ...]], Sequence[Any]]
+"""Gets the number of the call, the segment and its arguments; returns its results."""
 InputSpec = tuple[str, torch.dtype | None, Sequence[int | str], str | None, int | None]
 
 
@@ -36,10 +39,17 @@ class RankProgram:
     schedule: tuple[tuple[str, str], ...]
     """Node name and op of every collective, in the order every rank runs them."""
     phase: str = "prefill"
+    segments: tuple[int, ...] = ()
+    """For each call of a segment, in the order in which every rank makes them, which of the unique segments it is."""
 
-    def start(self, inputs: Sequence[object], index: dict[str, Tensor]) -> Any:
-        """Return the generator of one rank: the caller's inputs, then the rank's index tensors."""
-        program = self.function(*inputs, *(index[role] for _, role in self.index_roles))
+    def start(self, inputs: Sequence[object], index: dict[str, Tensor], run: SegmentRunner | None = None) -> Any:
+        """Return the generator of one rank: the caller's inputs, then the rank's index tensors.
+
+        Args:
+            run: calls the segments of a program that was cut into such; None: they are called as they are.
+        """
+        options = {"run": run} if run is not None and self.segments else {}
+        program = self.function(*inputs, *(index[role] for _, role in self.index_roles), **options)
         return _in_profiler_ranges(program, self.phase) if torch_private.profiler_is_active() else program
 
     @contextmanager
@@ -51,17 +61,27 @@ class RankProgram:
         try:
             yield
         except (RuntimeError, IndexError) as fault:
-            node = self._failed_node(fault)
-            if node is not None:
-                fault.add_note(f"in {node.name} ({node.target}) of the compiled program\n  at {source_line(node)}")
+            passed = self._passed_nodes(fault)
+            if passed:
+                *calls, node = passed
+                where = "".join(f"{call.target} ({call.name}) of " for call in calls)
+                line = source_line(node)
+                fault.add_note(f"in {node.name} ({node.target}) of {where}the compiled program\n  at {line}")
             raise
 
-    def _failed_node(self, fault: BaseException) -> fx.Node | None:
-        """Return the node whose line of the printed program an error passed through, None when it passed none."""
+    def _passed_nodes(self, fault: BaseException) -> list[fx.Node]:
+        """Return the nodes whose lines of the printed program an error passed through: a segment's call comes first."""
         filename = self.function.__code__.co_filename
-        steps = traceback.extract_tb(fault.__traceback__)
-        names = {(step.line or "").split(" ", 1)[0] for step in steps if step.filename == filename}
-        return next((node for node in self.graph_module.graph.nodes if node.name in names), None)
+        steps = [step for step in traceback.extract_tb(fault.__traceback__) if step.filename == filename]
+        return [node for step in steps if (node := self._node_at(step)) is not None]
+
+    def _node_at(self, step: traceback.FrameSummary) -> fx.Node | None:
+        """Return the node that a line of the printed program computes, None when it computes none."""
+        graph_module = find_segments(self.graph_module).get(step.name, self.graph_module)
+        names = (step.line or "").split(" = ", 1)[0].strip("(,)").split(", ")
+        node = next((node for node in graph_module.graph.nodes if node.name in names), None)
+        source = node.args[0] if node is not None and node.args else None
+        return source if isinstance(source, fx.Node) and source.op == "call_module" else node
 
 
 def _in_profiler_ranges(program: Program, phase: str) -> Program:
@@ -91,7 +111,9 @@ def build_program(gm: fx.GraphModule, seeds: dict[str, int], *, pcp_size: int, t
         for node in gm.graph.nodes
         if node.target in ops.COLLECTIVES
     )
-    return RankProgram(gm, source, load_program(source, title), names, roles, schedule)
+    numbers = {name: number for number, name in enumerate(find_segments(gm))}
+    segments = tuple(numbers[node.target] for node in gm.graph.find_nodes(op="call_module"))
+    return RankProgram(gm, source, load_program(source, title), names, roles, schedule, segments=segments)
 
 
 def load_program(source: str, title: str) -> ProgramFunction:

@@ -50,7 +50,7 @@ ALLOWED_KEYS = (
     "limits.max_model_len, limits.max_num_requests, limits.max_num_tokens, limits.kv_block_size, limits.kv_blocks, "
     "limits.kv_cache_dtype, limits.prefill_chunk, limits.prefix_cache, "
     "capture.mode, capture.executor, capture.sizes, capture.context_buckets, capture.memory_mb, "
-    "check.mode, check.rtol, check.atol, check.rows, dump.dir, dump.level, tokens.<argument>, role, config"
+    "check.mode, check.rtol, check.atol, check.rows, dump.dir, dump.level, tokens.<argument>, role, numerics, config"
 )
 SIZE = "integer >= 1"
 CAPTURE_SIZES = "list of integers >= 1, [] for off, or None"
@@ -119,6 +119,7 @@ FULL: dict[str, Any] = {
     "check": {"mode": "inputs", "rtol": 0.5, "atol": 0.0, "rows": True},
     "dump": {"dir": "out", "level": "final"},
     "role": "target",
+    "numerics": "fast",
 }
 
 
@@ -372,7 +373,7 @@ def test_every_key_of_the_public_contract_either_works_or_is_planned() -> None:
     working = {"parallel.pcp_size", "parallel.ranks", "parallel.min_tokens_to_shard", "parallel.on_token_mixing"}
     working |= {"parallel.timeout_s.start", "parallel.timeout_s.step"}
     working |= {"check.mode", "check.rtol", "check.atol", "check.rows"}
-    working |= {"parallel.shard_decode", "dump.dir", "dump.level", "tokens", "role", "attention.backend"}
+    working |= {"parallel.shard_decode", "dump.dir", "dump.level", "tokens", "role", "numerics", "attention.backend"}
     working |= {f"{group}.backend_per_kind.{kind}" for group in ("attention", "draft") for kind in BACKEND_KINDS}
     working |= {f"draft.{name}" for name in FULL["draft"] if name != "backend_per_kind"}
     working |= {f"{group}.{name}" for group in ("limits", "capture") for name in FULL[group]}
@@ -924,6 +925,7 @@ def test_the_resolved_config_has_every_choice_decided(options: dict[str, Any], e
         "check": {"mode": "none", "rtol": None, "atol": None, "rows": False},
         "dump": {"dir": None, "level": "passes"},
         "role": "target",
+        "numerics": "exact",
     }
     assert config.parallel.min_tokens_to_shard_resolved == expected["min_tokens_to_shard"]
     assert json.loads(json.dumps(resolved)) == resolved

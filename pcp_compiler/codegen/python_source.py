@@ -14,10 +14,23 @@ from torch import Tensor, fx
 
 from pcp_compiler import ops
 from pcp_compiler.errors import UnsupportedGraphError
-from pcp_compiler.graph_text import SymbolNames, format_value
+from pcp_compiler.graph_text import SymbolNames, find_segments, format_value
 from pcp_compiler.trace import num_tokens, source_line
 
 aten = torch.ops.aten
+_NO_COLLECTIVE = "yield from ()  # no collective, but a generator like every program"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSegment:
+    """One function that the printed program calls."""
+
+    name: str
+    num_calls: int
+    inputs: list[tuple[str, str]]
+    """Name and type."""
+    results: str
+    body: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +51,52 @@ def print_program(
 ) -> str:
     """Return a Python module with one generator function `program(*inputs)` for a lowered graph.
 
+    A graph that was cut calls its segments, which are functions beside it, as `run(number of the call, function,
+    arguments)`; `program(*inputs, run=...)` takes another `run`.
+
     Raises:
         UnsupportedGraphError: a call target has no importable name.
     """
     names = SymbolNames(gm, seeds)
     length = num_tokens(gm, seeds)
     inputs = [_source_input(node, names, seeds) for node in gm.graph.find_nodes(op="placeholder")]
-    body = list(_body(gm, names))
-    output = next(iter(gm.graph.find_nodes(op="output")))
+    has_collectives = any(node.target in ops.COLLECTIVES for node in gm.graph.nodes)
+    segments = [_source_segment(gm, name, names) for name in find_segments(gm)]
+    nodes = [node for part in (gm, *find_segments(gm).values()) for node in part.graph.nodes]
     return _template().render(
         title=title,
-        description=f"{sum(n.op == 'call_function' for n in gm.graph.nodes)} calls, "
-        f"{sum(n.target in ops.COLLECTIVES for n in gm.graph.nodes)} collectives.",
+        description=_description(gm),
         pcp_size=pcp_size,
         filename=filename,
-        namespaces=sorted({"aten", "pcp"} | {n for node in gm.graph.nodes if (n := _namespace(node.target))}),
+        namespaces=sorted({"aten", "pcp"} | {n for node in nodes if (n := _namespace(node.target))}),
         constants=[(_constant_name(n), _constant(gm, n)) for n in _unique_constants(gm)],
         inputs=inputs,
-        results=", ".join(
-            format_value(n.meta.get("val"), names) if isinstance(n, fx.Node) else repr(n) for n in output.args[0]
-        ),
-        body=body,
+        results=_results(gm, names),
+        segments=segments,
+        body=[*([] if has_collectives else [_NO_COLLECTIVE]), *_body(gm, names)],
         num_tokens=length if isinstance(length, int) else 64,
     )
+
+
+def _description(gm: fx.GraphModule) -> str:
+    calls = sum(node.op == "call_function" for node in gm.graph.nodes)
+    collectives = sum(node.target in ops.COLLECTIVES for node in gm.graph.nodes)
+    segments = gm.graph.find_nodes(op="call_module")
+    cut = f", {len(segments)} calls of {len(find_segments(gm))} segments" if segments else ""
+    return f"{calls} calls, {collectives} collectives{cut}."
+
+
+def _results(gm: fx.GraphModule, names: SymbolNames) -> str:
+    results = gm.graph.output_node().args[0]
+    assert isinstance(results, (list, tuple))
+    return ", ".join(format_value(n.meta.get("val"), names) if isinstance(n, fx.Node) else repr(n) for n in results)
+
+
+def _source_segment(gm: fx.GraphModule, name: str, names: SymbolNames) -> SourceSegment:
+    segment = find_segments(gm)[name]
+    inputs = [(n.name, format_value(n.meta["val"], names)) for n in segment.graph.find_nodes(op="placeholder")]
+    num_calls = len(gm.graph.find_nodes(op="call_module", target=name))
+    return SourceSegment(name, num_calls, inputs, _results(segment, names), list(_body(segment, names)))
 
 
 @cache
@@ -94,6 +130,12 @@ def _size(size: int | torch.SymInt, names: SymbolNames) -> int | str:
 def _lookup_bound(node: fx.Node, seen: set[fx.Node]) -> int | None:
     """Return the rows of the table that integers of this node index, None when they index none."""
     for user in node.users:
+        if user.op == "call_module":
+            inputs = getattr(user.graph.owning_module, str(user.target)).graph.find_nodes(op="placeholder")
+            inner = [inputs[position] for position, source in enumerate(user.args) if source is node]
+            bound = next((found for n in inner if (found := _lookup_bound(n, seen)) is not None), None)
+            if bound is not None:
+                return bound
         if user.target is aten.embedding.default and user.args[1] is node:
             table = user.args[0]
             assert isinstance(table, fx.Node)
@@ -113,11 +155,13 @@ def _lookup_bound(node: fx.Node, seen: set[fx.Node]) -> int | None:
 
 def _body(gm: fx.GraphModule, names: SymbolNames) -> Iterator[str]:
     last_use = _last_uses(gm)
-    where = ""
-    if not any(node.target in ops.COLLECTIVES for node in gm.graph.nodes):
-        yield "yield from ()  # no collective, but a generator like every program"
+    where, num_calls = "", 0
     for node in gm.graph.nodes:
-        if node.op == "placeholder":
+        if node.op == "placeholder" or _is_result_of_segment(node):
+            continue
+        if node.op == "call_module":
+            yield _segment_call(node, num_calls, names, last_use.get(node, []))
+            where, num_calls = "", num_calls + 1
             continue
         if node.op == "output":
             yield f"return {_argument(list(node.args[0]))}"
@@ -128,10 +172,30 @@ def _body(gm: fx.GraphModule, names: SymbolNames) -> Iterator[str]:
         yield from _statement(node, names, last_use.get(node, []))
 
 
+def _is_result_of_segment(node: fx.Node) -> bool:
+    source = node.args[0] if node.args else None
+    return node.target is operator.getitem and isinstance(source, fx.Node) and source.op == "call_module"
+
+
+def _segment_call(node: fx.Node, number: int, names: SymbolNames, dying: list[fx.Node]) -> str:
+    """Print a call of a segment, whose results get their names at once."""
+    results = [item.name for item in sorted(node.users, key=lambda item: item.args[1])]  # type: ignore[arg-type, return-value]
+    targets = f"({', '.join(results)},) = " if len(results) == 1 else f"{', '.join(results)} = " if results else ""
+    arguments = "".join(f"{_argument(value)}, " for value in node.args).rstrip()
+    return f"{targets}run({number}, {node.target}, ({arguments})){_release(dying)}{_comment(node, names)}"
+
+
+def _release(dying: list[fx.Node]) -> str:
+    return f"; del {', '.join(n.name for n in dying)}" if dying else ""
+
+
+def _comment(node: fx.Node, names: SymbolNames) -> str:
+    return f"  # {text}" if (text := format_value(node.meta.get("val"), names)) else ""
+
+
 def _statement(node: fx.Node, names: SymbolNames, dying: list[fx.Node]) -> Iterator[str]:
     """Print one node; values that nobody reads any more are freed before the ranks meet."""
-    release = f"; del {', '.join(n.name for n in dying)}" if dying else ""
-    comment = f"  # {text}" if (text := format_value(node.meta.get("val"), names)) else ""
+    release, comment = _release(dying), _comment(node, names)
     if node.op == "get_attr":
         yield f"{node.name} = {_constant_name(node)}"
         return
@@ -154,7 +218,7 @@ def _last_uses(gm: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
         for source in node.all_input_nodes:
             if source not in seen:
                 seen.add(source)
-                if node.op != "output" and source.op != "placeholder":
+                if node.op != "output" and source.op not in ("placeholder", "call_module"):
                     last.setdefault(node, []).append(source)
     return last
 

@@ -16,10 +16,10 @@ from pcp_compiler.kv_formats import cache_shape
 from pcp_compiler.pass_api import Phase
 from pcp_compiler.passes.attach_kv import SLOTS
 from pcp_compiler.pipeline import Lowered, lower
-from pcp_compiler.program import RankProgram
-from pcp_compiler.ranks import ExecutedCollective, run_lockstep
 from pcp_compiler.plan.captures import CapturePhase
 from pcp_compiler.plan.dispatch import LiveBatch
+from pcp_compiler.program import RankProgram
+from pcp_compiler.ranks import ExecutedCollective, run_lockstep
 from pcp_compiler.runtime.batch import PAD_SLOT
 from pcp_compiler.runtime.captures import CapturedProgram, Captures
 from pcp_compiler.runtime.layout import StepIndex
@@ -102,6 +102,12 @@ class CachedModel:
         self._config = config
         self.block_size = block_size = config.limits.kv_block_size
         self.whole = self.lower(Phase(f"{name}, whole", is_sharded=False, block_size=block_size))
+        self.few_rows = self.whole
+        """For steps of decode rows."""
+        if config.numerics == "fast":
+            self.few_rows = self.lower(
+                Phase(f"{name}, decode rows", is_sharded=False, block_size=block_size, has_few_rows=True)
+            )
         self.sharded: Lowered | None = None
         if self.pcp_size > 1:
             phase = Phase(
@@ -152,9 +158,9 @@ class CachedModel:
 
         Args:
             program: one of `lower`, default: that of the module itself.
-            live: what the batch needs of a capture; None: it runs eagerly.
+            live: what a batch of decode rows needs of a capture; None: the batch has prompts.
         """
-        program = program or self.whole.program
+        program = program or (self.whole if live is None else self.few_rows).program
         values = {**inputs, **index}
         self.counts.num_whole += 1
         if live is not None and self.captures is not None:

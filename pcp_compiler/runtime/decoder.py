@@ -169,7 +169,7 @@ class SpeculativeDecoder:
         for key in unreachable_keys(plan.keys, bounds):
             log.warning("capture %s: no batch within the limits replays it", key)
         captures = Captures(executor, plan.keys, self.target.block_size)
-        programs = [self.target.may_capture(self.target.whole.program, ("decode", "verify"), name="target")]
+        programs = [self.target.may_capture(self.target.few_rows.program, ("decode", "verify"), name="target")]
         for model in (self.target, *(self.proposer.models if self.proposer else ())):
             model.captures = captures
         captures.capture_all(programs + (self.proposer.captured() if self.proposer else []))

@@ -80,7 +80,7 @@ class DraftChains:
         if num_draft_tokens not in self.lowered:
             phase = Phase(
                 f"{self._model.name}, chain of {num_draft_tokens}", is_sharded=False, block_size=self._model.block_size,
-                rows=RowMetadata("positions", self._max_model_len),
+                has_few_rows=True, rows=RowMetadata("positions", self._max_model_len),
                 chain=DraftChain(
                     num_draft_tokens, self._is_greedy, token_input="next_ids", hidden_input="hidden",
                     row_input="logit_rows",

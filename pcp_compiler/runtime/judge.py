@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pcp_compiler.runtime.layout import to_tensor
 from pcp_compiler.runtime.proposer import Proposal
-from pcp_compiler.runtime.rejection import Verification, verify
+from pcp_compiler.runtime.rejection import RaggedRows, Verification, verify
 from pcp_compiler.runtime.request import Tie
 from pcp_compiler.runtime.sampling import SamplingRows
 from pcp_compiler.runtime.scheduler import Step
@@ -46,22 +46,22 @@ def judge(
     if not chosen:
         return outcome
     counts = np.diff(batch.logit_start)[chosen]
-    cu_rows = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+    rows = RaggedRows.from_counts(counts, device)
     ends = batch.query_start[np.array(chosen) + 1]
     draft_ids = [batch.input_ids[end - count + 1 : end] for end, count in zip(ends, counts, strict=True)]
     verdict = verify(
-        logits.float(), to_tensor(np.concatenate(draft_ids), device), _draft_probs(step, chosen, proposals), cu_rows,
+        logits, to_tensor(np.concatenate(draft_ids), device), _draft_probs(step, chosen, proposals), rows,
         SamplingRows.from_params([step.rows[i].request.params for i in chosen], device),
         to_tensor(batch.positions[ends - counts], device), verification=verification,
     )  # fmt: skip
-    tokens, emitted = verdict.token_ids.tolist(), verdict.num_emitted.tolist()
-    for row, i in enumerate(chosen):
-        outcome.token_ids[i] = tuple(tokens[row][: emitted[row]])
-        outcome.last_rows[i] = ends[row] - counts[row] + max(emitted[row], 1) - 1
-        if not emitted[row]:
+    emitted = torch.column_stack([verdict.num_emitted, verdict.token_ids]).tolist()  # one wait for the device
+    for (num_tokens, *tokens), i, first in zip(emitted, chosen, ends - counts, strict=True):
+        outcome.token_ids[i] = tuple(tokens[:num_tokens])
+        outcome.last_rows[i] = first + max(num_tokens, 1) - 1
+        if not num_tokens:
             outcome.failed.append(i)
     if tie_margin:
-        _find_ties(step, logits, chosen, cu_rows, outcome, tie_margin)
+        _find_ties(step, logits, chosen, counts, outcome, tie_margin)
     return outcome
 
 
@@ -79,18 +79,18 @@ def _draft_probs(step: Step, chosen: list[int], proposals: Sequence[Proposal | N
 
 
 def _find_ties(
-    step: Step, logits: Tensor, chosen: list[int], cu_rows: np.ndarray, outcome: Judgement, tie_margin: float
+    step: Step, logits: Tensor, chosen: list[int], counts: np.ndarray, outcome: Judgement, tie_margin: float
 ) -> None:
     if not any(step.rows[i].request.params.is_greedy for i in chosen) or logits.shape[1] < 2:
         return
     best = logits.topk(2)
     margins, ids = (best.values[:, 0] - best.values[:, 1]).tolist(), best.indices.tolist()
-    for row, i in enumerate(chosen):
+    for first, i in zip(np.cumsum(counts) - counts, chosen, strict=True):
         request = step.rows[i].request
         if not request.params.is_greedy:
             continue
         for offset in range(len(outcome.token_ids[i])):
-            at = int(cu_rows[row]) + offset
+            at = int(first) + offset
             if margins[at] < tie_margin:
                 tie = Tie(len(request.token_ids) + offset, (ids[at][0], ids[at][1]), margins[at])
                 outcome.ties.setdefault(i, []).append(tie)

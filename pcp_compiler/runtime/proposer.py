@@ -99,7 +99,7 @@ class Proposer(ABC):
     def captured(self) -> list[CapturedProgram]:
         """Return the programs that may be captured, and say so to their models."""
         return [
-            model.may_capture(model.whole.program, ("decode", "verify"), name=model.name, logit_rows="requests")
+            model.may_capture(model.few_rows.program, ("decode", "verify"), name=model.name, logit_rows="requests")
             for model in self.models
         ]
 

@@ -33,14 +33,48 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pcp_compiler.runtime.noise import Stream, draw_uniform
+from pcp_compiler.runtime.layout import to_tensor
+from pcp_compiler.runtime.noise import Stream, draw_keys, draw_uniform
 from pcp_compiler.runtime.sampling import SamplingRows
-from pcp_compiler.sampling_ops import probabilities, sample
+from pcp_compiler.sampling_ops import filter_logits, probabilities, sample
 
 NO_TOKEN: Final = -1
 """Fills token tables after a request's last token; as a draft it says that there is none from there on."""
 
 Verification = Literal["token", "block"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RaggedRows:
+    """Where the rows of R requests are among the N rows of a verification."""
+
+    cu_rows: Tensor
+    """[R + 1], int64, on the device: where the rows of each request begin."""
+    num_rows: int
+    """N."""
+    max_drafts: int
+    """M, the largest number of drafts among the requests."""
+
+    @classmethod
+    def from_counts(cls, counts: NDArray[np.int64], device: torch.device | str = "cpu") -> RaggedRows:
+        """Return the table of requests with these numbers of rows, [R], at least one each."""
+        assert (counts > 0).all(), "a request without a row in the verification"
+        cu_rows = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)])
+        return cls(to_tensor(cu_rows, torch.device(device)), int(cu_rows[-1]), int(counts.max(initial=1)) - 1)
+
+    @property
+    def num_requests(self) -> int:
+        """R."""
+        return len(self.cu_rows) - 1
+
+    @property
+    def num_drafts(self) -> int:
+        """D = N - R, of all requests."""
+        return self.num_rows - self.num_requests
+
+    def spread(self, per_request: Tensor) -> Tensor:
+        """Return the entry of each row's request, [N], from [R]."""
+        return per_request.repeat_interleave(self.cu_rows.diff(), output_size=self.num_rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +96,7 @@ def verify(
     target_logits: Tensor,
     draft_ids: Tensor,
     draft_probs: Tensor | None,
-    cu_rows: NDArray[np.int64],
+    rows: RaggedRows,
     options: SamplingRows,
     round_starts: Tensor,
     *,
@@ -70,61 +104,88 @@ def verify(
 ) -> Verdict:
     """Judge the drafts of every request and choose the token after the accepted ones.
 
+    Nothing here waits for the device: what runs depends on shapes and on which options the requests have. On a CUDA
+    device it is the kernels of `kernels.sampling`; elsewhere their reference, which is this module.
+
     Args:
-        target_logits: [N, V], one row per draft and one more for each request, request after request.
-        draft_ids: [N - R], int64, request after request. `NO_TOKEN` or another negative id ends the drafts of its
-            request; an id >= V, of a drafter with another vocabulary, is never accepted.
-        draft_probs: [N - R, V], the distributions the drafts were drawn from; None for greedy drafts. A row with NaN
-            ends the drafts of its request, which costs speed and not exactness.
-        cu_rows: [R + 1], on the host, where the rows of each request begin; at least one row each.
+        target_logits: [N, V], one row per draft and one more for each request, request after request; any float type,
+            read as float32.
+        draft_ids: [D], int64, request after request. `NO_TOKEN` or another negative id ends the drafts of its request;
+            an id >= V, of a drafter with another vocabulary, is never accepted.
+        draft_probs: [D, V], the distributions the drafts were drawn from; None for greedy drafts. A row with NaN ends
+            the drafts of its request, which costs speed and not exactness.
+        rows: of the R requests.
         options: of the R requests.
         round_starts: [R], int64, position of each request's first row; part of the key of all its draws.
         verification: how sampled requests are judged; greedy ones know one way only.
     Returns:
         Verdict of R requests. A request's result depends on its own rows only.
     """
-    num_requests, num_drafts = len(cu_rows) - 1, len(target_logits) - len(cu_rows) + 1
-    assert cu_rows[0] == 0 and cu_rows[-1] == len(target_logits), f"cu_rows end at {cu_rows[-1]}, not at the rows"
-    assert (np.diff(cu_rows) > 0).all(), "a request without a row in the verification"
-    assert draft_ids.shape == (num_drafts,), f"{draft_ids.shape} draft ids for {num_drafts} drafts"
-    assert draft_probs is None or draft_probs.shape == (num_drafts, target_logits.shape[1])
-    assert len(options.seeds) == len(round_starts) == num_requests
-    rows, drafts = _index_tables(cu_rows, target_logits.device)
-    ids = torch.where(drafts >= 0, draft_ids[drafts], NO_TOKEN)
-    best = target_logits.argmax(dim=-1)  # NaN counts as largest
-    is_spoilt = ~target_logits.gather(1, best[:, None])[:, 0].isfinite()
-    num_accepted, last_ids = _judge_greedy(best[rows], ids)
-    sampled = np.flatnonzero(~options.is_greedy)
-    if len(sampled):
-        requests = torch.from_numpy(sampled).to(ids.device)
-        proposal = _propose(ids[requests], draft_probs, drafts[requests])
-        logits = target_logits[rows[requests]]
-        num_accepted[requests], last_ids[requests] = _judge_sampled(
-            logits, proposal, options.select(sampled), round_starts[requests], verification
+    assert len(target_logits) == rows.num_rows, f"the rows end at {rows.num_rows}, not at {len(target_logits)}"
+    assert draft_ids.shape == (rows.num_drafts,), f"{draft_ids.shape} draft ids for {rows.num_drafts} drafts"
+    assert draft_probs is None or draft_probs.shape == (rows.num_drafts, target_logits.shape[1])
+    assert len(options.seeds) == len(round_starts) == rows.num_requests
+    run = _verify_by_kernels if target_logits.is_cuda else _verify_by_torch
+    return run(target_logits, draft_ids, draft_probs, rows, options, round_starts, verification=verification)
+
+
+def _verify_by_kernels(
+    target_logits: Tensor, draft_ids: Tensor, draft_probs: Tensor | None, rows: RaggedRows, options: SamplingRows,
+    round_starts: Tensor, *, verification: Verification,
+) -> Verdict:  # fmt: skip
+    from pcp_compiler.kernels import sampling  # triton is not there on every machine without CUDA
+
+    if options.has_filters:
+        filters = (None if value is None else rows.spread(value) for value in (options.top_k, options.top_p))
+        target_logits = filter_logits(target_logits, rows.spread(options.temperature), *filters)
+    return Verdict(
+        *sampling.judge_rows(
+            target_logits, draft_ids, draft_probs, rows.cu_rows, rows.max_drafts, options.temperature, options.seeds,
+            round_starts, verification=None if options.is_greedy.all() else verification,
         )
+    )  # fmt: skip
+
+
+def _verify_by_torch(
+    target_logits: Tensor, draft_ids: Tensor, draft_probs: Tensor | None, ragged: RaggedRows, options: SamplingRows,
+    round_starts: Tensor, *, verification: Verification,
+) -> Verdict:  # fmt: skip
+    logits = target_logits.float()
+    rows, drafts = _index_tables(ragged)
+    ids = torch.where(drafts >= 0, draft_ids[drafts], NO_TOKEN)
+    best = logits.argmax(dim=-1)  # NaN counts as largest
+    is_spoilt = ~logits.gather(1, best[:, None])[:, 0].isfinite()
+    num_accepted, last_ids = _judge_greedy(best[rows], ids)
+    if not options.is_greedy.all():
+        target = _target_distributions(logits, ragged, options)[rows]
+        proposal = _propose(ids, draft_probs, drafts)
+        sampled = _judge_sampled(target, proposal, options.seeds, round_starts, verification)
+        is_greedy = options.temperature == 0
+        num_accepted = torch.where(is_greedy, num_accepted, sampled[0])
+        last_ids = torch.where(is_greedy, last_ids, sampled[1])
     decides = torch.arange(rows.shape[1], device=rows.device) <= num_accepted[:, None]
     return _assemble(ids, num_accepted, last_ids, (is_spoilt[rows] & decides).any(dim=-1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Proposal:
-    """Drafts of S sampled requests, padded to M each."""
+    """Drafts of R requests, padded to M each."""
 
     ids: Tensor
-    """[S, M], int64, `NO_TOKEN` from the end of the request's drafts on."""
+    """[R, M], int64, `NO_TOKEN` from the end of the request's drafts on."""
     probs: Tensor | None
-    """[S, M, V], or None for point masses at `ids`."""
+    """[R, M, V], or None for point masses at `ids`."""
     num_drafts: Tensor
-    """[S], int64."""
+    """[R], int64."""
 
     def chances(self) -> Tensor:
-        """Return q_j(d_j), [S, M], float64; 1 where there is no draft or its id is outside of the vocabulary."""
+        """Return q_j(d_j), [R, M], float64; 1 where there is no draft or its id is outside of the vocabulary."""
         if self.probs is None:
             return torch.ones_like(self.ids, dtype=torch.float64)
         return _at_tokens(self.probs, self.ids, missing=1.0)
 
     def distribution(self, index: Tensor, vocab_size: int) -> Tensor:
-        """Return q_index of each request, [S, V], float64; `index` [S] is below M."""
+        """Return q_index of each request, [R, V], float64; `index` [R] is below M."""
         if self.probs is not None:
             return self.probs[torch.arange(len(index), device=index.device), index].to(torch.float64)
         ids = self.ids.gather(1, index[:, None])
@@ -133,15 +194,13 @@ class _Proposal:
         return empty.scatter(1, ids.clamp(0, vocab_size - 1), is_token.to(torch.float64))
 
 
-def _index_tables(cu_rows: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
+def _index_tables(ragged: RaggedRows) -> tuple[Tensor, Tensor]:
     """Return the rows of each request [R, M + 1], its last one repeated, and its drafts [R, M], -1 repeated."""
-    cu_rows = cu_rows.astype(np.int64)
-    first, num_rows = cu_rows[:-1, None], np.diff(cu_rows)[:, None]
-    column = np.arange(num_rows.max(initial=1))
-    rows = first + np.minimum(column, num_rows - 1)
-    first_draft = first - np.arange(len(first))[:, None]  # each request before has one row more than drafts
-    drafts = np.where(column[:-1] < num_rows - 1, first_draft + column[:-1], -1)
-    return torch.from_numpy(rows).to(device), torch.from_numpy(drafts).to(device)
+    first, num_rows = ragged.cu_rows[:-1, None], ragged.cu_rows.diff()[:, None]
+    request, column = (torch.arange(n, device=first.device) for n in (ragged.num_requests, ragged.max_drafts + 1))
+    rows = first + torch.minimum(column, num_rows - 1)
+    first_draft = first - request[:, None]  # each request before has one row more than drafts
+    return rows, torch.where(column[:-1] < num_rows - 1, first_draft + column[:-1], -1)
 
 
 def _judge_greedy(best: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,35 +210,31 @@ def _judge_greedy(best: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _judge_sampled(
-    logits: Tensor, proposal: _Proposal, options: SamplingRows, round_starts: Tensor, verification: Verification
+    target: Tensor, proposal: _Proposal, seeds: Tensor, round_starts: Tensor, verification: Verification
 ) -> tuple[Tensor, Tensor]:
-    """Return the accepted drafts and the token after them, both [S], for sampled requests with logits [S, M + 1, V]."""
-    target = _target_distributions(logits, options)
-    num_columns = logits.shape[1]
-    positions = round_starts[:, None] + torch.arange(num_columns, device=logits.device)
-    keys = options.seeds[:, None], round_starts[:, None]
-    accept_draws = draw_uniform(*keys, positions[:, :-1], Stream.ACCEPT)
-    if verification == "block":
-        num_accepted, scale = _accept_block(target, proposal, accept_draws)
-    else:
-        num_accepted, scale = _accept_tokens(target, proposal, accept_draws)
-    index = num_accepted[:, None]
-    residual_draws = draw_uniform(*keys, positions.gather(1, index), Stream.RESIDUAL)
-    bonus_draws = draw_uniform(*keys, positions.gather(1, index), Stream.BONUS)
+    """Return the accepted drafts and the token after them, both [R], by the distributions p, [R, M + 1, V]."""
+    columns = torch.arange(proposal.ids.shape[1], device=target.device)
+    accept_draws = draw_uniform(seeds[:, None], round_starts[:, None], round_starts[:, None] + columns, Stream.ACCEPT)
+    accept = _accept_block if verification == "block" else _accept_tokens
+    num_accepted, scale = accept(target, proposal, accept_draws)
     is_bonus = num_accepted == proposal.num_drafts
-    uniform = torch.where(is_bonus[:, None], bonus_draws, residual_draws)[:, 0]
-    return num_accepted, sample(_last_weights(target, proposal, num_accepted, scale, is_bonus), uniform)
+    residual_keys, bonus_keys = (
+        draw_keys(seeds, round_starts, round_starts + num_accepted, stream)
+        for stream in (Stream.RESIDUAL, Stream.BONUS)
+    )
+    weights = _last_weights(target, proposal, num_accepted, scale, is_bonus)
+    return num_accepted, sample(weights, torch.where(is_bonus, bonus_keys, residual_keys))
 
 
 def _accept_tokens(target: Tensor, proposal: _Proposal, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Return accepted drafts [S] and the scale of p in their residual, [S], by token verification."""
+    """Return accepted drafts [R] and the scale of p in their residual, [R], by token verification."""
     is_accepted = uniform * proposal.chances() < _at_tokens(target[:, :-1], proposal.ids, missing=0.0)
     num_accepted = _count_leading(is_accepted)
     return num_accepted, torch.ones_like(num_accepted, dtype=torch.float64)
 
 
 def _accept_block(target: Tensor, proposal: _Proposal, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Return accepted drafts [S] and the scale of p in their residual, [S], by block verification."""
+    """Return accepted drafts [R] and the scale of p in their residual, [R], by block verification."""
     scales = _prefix_scales(_at_tokens(target[:, :-1], proposal.ids, missing=0.0), proposal.chances())
     num_accepted = torch.zeros_like(proposal.num_drafts)
     for length in range(1, target.shape[1]):
@@ -193,7 +248,7 @@ def _accept_block(target: Tensor, proposal: _Proposal, uniform: Tensor) -> tuple
 
 
 def _prefix_scales(target_chances: Tensor, draft_chances: Tensor) -> Tensor:
-    """Return s_0 .. s_M of each request, [S, M + 1], from p_j(d_j) and q_j(d_j), both [S, M]."""
+    """Return s_0 .. s_M of each request, [R, M + 1], from p_j(d_j) and q_j(d_j), both [R, M]."""
     scales = [torch.ones(len(draft_chances), dtype=torch.float64, device=draft_chances.device)]
     for p, q in zip(target_chances.unbind(1), draft_chances.unbind(1), strict=True):
         weight = scales[-1] * p
@@ -203,7 +258,7 @@ def _prefix_scales(target_chances: Tensor, draft_chances: Tensor) -> Tensor:
 
 
 def _stop_chance(scale: Tensor, target: Tensor, proposal: _Proposal, length: int) -> Tensor:
-    """Return h_length of each request, [S], from s_length [S] and p_length [S, V]."""
+    """Return h_length of each request, [R], from s_length [R] and p_length [R, V]."""
     index = torch.full_like(proposal.num_drafts, length)
     draft = proposal.distribution(index, target.shape[-1])
     rest = (scale[:, None] * target - draft).clamp(min=0).sum(dim=-1)
@@ -212,7 +267,7 @@ def _stop_chance(scale: Tensor, target: Tensor, proposal: _Proposal, length: int
 
 
 def _last_weights(target: Tensor, proposal: _Proposal, num_accepted: Tensor, scale: Tensor, is_bonus: Tensor) -> Tensor:
-    """Return the weights, [S, V], of the token after the accepted drafts."""
+    """Return the weights, [R, V], of the token after the accepted drafts."""
     request = torch.arange(len(target), device=target.device)
     plain = target[request, num_accepted].to(torch.float64)
     if proposal.ids.shape[1] == 0:
@@ -223,16 +278,14 @@ def _last_weights(target: Tensor, proposal: _Proposal, num_accepted: Tensor, sca
     return torch.where(is_plain[:, None], plain, residual)
 
 
-def _target_distributions(logits: Tensor, options: SamplingRows) -> Tensor:
-    """Return p of every row, [S, M + 1, V], float32."""
-    num_requests, num_columns, vocab_size = logits.shape
-    per_row = options.select(np.repeat(np.arange(num_requests), num_columns))
-    flat = probabilities(logits.reshape(-1, vocab_size), per_row.temperature, per_row.top_k, per_row.top_p)
-    return flat.reshape(logits.shape)
+def _target_distributions(logits: Tensor, rows: RaggedRows, options: SamplingRows) -> Tensor:
+    """Return p of every row, [N, V], float32."""
+    top_k, top_p = (None if value is None else rows.spread(value) for value in (options.top_k, options.top_p))
+    return probabilities(logits, rows.spread(options.temperature), top_k, top_p)
 
 
 def _propose(ids: Tensor, draft_probs: Tensor | None, drafts: Tensor) -> _Proposal:
-    """Return the drafts of S requests up to the first that is missing or has no distribution."""
+    """Return the drafts of R requests up to the first that is missing or has no distribution."""
     probs = None if draft_probs is None else draft_probs[drafts]
     is_draft = ids >= 0
     if probs is not None:
@@ -243,7 +296,7 @@ def _propose(ids: Tensor, draft_probs: Tensor | None, drafts: Tensor) -> _Propos
 
 
 def _at_tokens(probs: Tensor, ids: Tensor, *, missing: float) -> Tensor:
-    """Return the chance of each token, [S, M], float64; `missing` for ids outside of the vocabulary."""
+    """Return the chance of each token, [R, M], float64; `missing` for ids outside of the vocabulary."""
     vocab_size = probs.shape[-1]
     chances = probs.gather(-1, ids.clamp(0, vocab_size - 1)[..., None])[..., 0].to(torch.float64)
     return torch.where((ids >= 0) & (ids < vocab_size), chances, missing)

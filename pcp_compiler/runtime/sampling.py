@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pcp_compiler import sampling_ops
 from pcp_compiler.errors import ConfigError
-from pcp_compiler.runtime.noise import Stream, draw_uniform
+from pcp_compiler.runtime.layout import to_tensor
+from pcp_compiler.runtime.noise import Stream, draw_keys
 
 MAX_SEED: Final = 2**63 - 1
 """Seeds are kept in int64 tensors."""
@@ -84,46 +85,44 @@ class SamplingRows:
         seeds = [option.seed for option in params]
         assert None not in seeds, f"request {seeds.index(None)} of the batch has no seed yet"
         top_k, top_p = [option.top_k for option in params], [option.top_p for option in params]
+
+        def column(values: Sequence[float | None], dtype: type[np.number]) -> Tensor:
+            return to_tensor(np.array(values, dtype=dtype), torch.device(device))
+
         return cls(
-            temperature=torch.tensor([option.temperature for option in params], dtype=torch.float32, device=device),
-            top_k=torch.tensor(top_k, dtype=torch.int64, device=device) if any(top_k) else None,
-            top_p=torch.tensor(top_p, dtype=torch.float64, device=device) if any(p < 1 for p in top_p) else None,
-            seeds=torch.tensor(seeds, dtype=torch.int64, device=device),
+            temperature=column([option.temperature for option in params], np.float32),
+            top_k=column(top_k, np.int64) if any(top_k) else None,
+            top_p=column(top_p, np.float64) if any(p < 1 for p in top_p) else None,
+            seeds=column(seeds, np.int64),
             is_greedy=np.array([option.is_greedy for option in params], dtype=np.bool_),
         )
 
-    def select(self, requests: NDArray[np.int64]) -> SamplingRows:
-        """Return the options of some requests, in the given order; an index may come several times."""
-        index = torch.from_numpy(requests).to(self.seeds.device)
-        return SamplingRows(
-            temperature=self.temperature[index],
-            top_k=None if self.top_k is None else self.top_k[index],
-            top_p=None if self.top_p is None else self.top_p[index],
-            seeds=self.seeds[index],
-            is_greedy=self.is_greedy[requests],
-        )
+    @property
+    def has_filters(self) -> bool:
+        """Whether some request has top-k or top-p."""
+        return self.top_k is not None or self.top_p is not None
 
 
-def draft_uniforms(seeds: Tensor, round_starts: Tensor, steps: Tensor | int) -> Tensor:
-    """Return the uniform numbers that draft tokens are drawn with; the arguments broadcast.
+def draft_keys(seeds: Tensor, round_starts: Tensor, steps: Tensor | int) -> Tensor:
+    """Return the keys that draft tokens are drawn with, int64; the arguments broadcast.
 
     Args:
         seeds: [R], int64.
         round_starts: [R], int64, position of the request's last token, where the next verification starts.
         steps: 0 for the first draft token of the round; [K, 1] gives those of a whole proposal, [K, R].
     """
-    return draw_uniform(seeds, round_starts, round_starts + steps, Stream.DRAFT)
+    return draw_keys(seeds, round_starts, round_starts + steps, Stream.DRAFT)
 
 
 def sample_draft(logits: Tensor, options: SamplingRows, round_starts: Tensor, step: int) -> tuple[Tensor, Tensor]:
     """Return the draft token of one step of a proposal and the distribution it came from, for `verify`.
 
     Args:
-        logits: [R, V], the drafter's. round_starts, step: see `draft_uniforms`.
+        logits: [R, V], the drafter's. round_starts, step: see `draft_keys`.
     Returns:
         Token ids [R], int64, and probabilities [R, V], float32.
     """
-    return sampling_ops.sample_draft(logits, options.temperature, draft_uniforms(options.seeds, round_starts, step))
+    return sampling_ops.sample_draft(logits, options.temperature, draft_keys(options.seeds, round_starts, step))
 
 
 def _refuse(field: str, value: object, allowed: str) -> ConfigError:

@@ -280,7 +280,7 @@ def start_values(lowered: Any, traced: ModuleTrace, is_greedy: bool) -> tuple[li
     """Return inputs of a chain of 2 requests at positions 5 and 13, and caches with random K/V."""
     generator = torch.Generator().manual_seed(2)
     inputs = [torch.randn(2, NUM_IDS, generator=generator), torch.randn(1, 2, HIDDEN, generator=generator)]
-    sampling = [] if is_greedy else [torch.tensor([0.7, 0.0]), torch.rand(4, 2, generator=generator).double()]
+    sampling = [] if is_greedy else [torch.tensor([0.7, 0.0]), torch.randint(2**62, (4, 2), generator=generator)]
     index = {BLOCK_TABLES: torch.tensor([[3, 1, 6, 0, 0], [5, 2, 7, 4, 8]], dtype=torch.int32)}
     for node in lowered.program.graph_module.graph.find_nodes(op="placeholder"):
         role = node.meta.get("index_input", "")

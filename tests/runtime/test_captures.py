@@ -71,6 +71,21 @@ def test_sampled_tokens_are_the_same_with_and_without_captures(tiny: Tiny, seed:
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.parametrize("mode", ["none", "full_decode"])
+def test_fused_decode_rows_give_the_same_tokens_and_prompts_are_not_fused(tiny: Tiny, mode: str) -> None:
+    config = {
+        "limits": LIMITS, "capture": {"mode": mode, "executor": "replay"}, "numerics": "fast",
+        "draft": {"method": "mtp"},
+    }  # fmt: skip
+    decoder = SpeculativeDecoder(tiny.target, config, tiny.drafters["mtp"], compile_cache=tiny.compile_cache)
+    tiny.check_greedy(decoder, PROMPTS, 12)
+    assert decoder.proposer is not None
+    for model in (decoder.target, *decoder.proposer.models):
+        assert "pcp.rms_norm_linear" in model.few_rows.program.source
+        assert "pcp.rms_norm_linear" not in model.whole.program.source
+    assert (decoder.capture_stats().num_replays > 0) == (mode == "full_decode")
+
+
 def test_a_batch_that_no_capture_covers_runs_eagerly_and_is_counted_with_the_reason(tiny: Tiny) -> None:
     decoder = make_decoder(tiny, "none", 1)
     assert decoder.captures is not None

@@ -28,9 +28,9 @@ def spy_on_runs(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) ->
     model = decoder.proposer.models[0]  # type: ignore[union-attr]
     run = model.run_whole
 
-    def record(inputs: Mapping[str, Tensor], index: Mapping[str, Tensor], *args: Any) -> Any:
+    def record(inputs: Mapping[str, Tensor], index: Mapping[str, Tensor], *args: Any, **options: Any) -> Any:
         seen.append({name: value.clone() for name, value in {**inputs, **index}.items()})
-        return run(inputs, index, *args)
+        return run(inputs, index, *args, **options)
 
     monkeypatch.setattr(model, "run_whole", record)
     return seen

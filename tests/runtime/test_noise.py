@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcp_compiler.runtime.noise import GOLDEN_GAMMA, Stream, _mix, draw_uniform
+from pcp_compiler.runtime.noise import Stream, draw_keys, draw_uniform
+from pcp_compiler.sampling_ops import GOLDEN_GAMMA, absorb, mix, to_uniform
 
 NUM_DRAWS = 200_000
 NUM_SIGMAS = 4.5
@@ -28,7 +29,7 @@ def correlation(left: Tensor, right: Tensor) -> float:
 def test_the_mixer_gives_the_published_outputs_of_splitmix64() -> None:
     states = torch.arange(1, 4) * GOLDEN_GAMMA  # seed 0
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [value % 2**64 for value in _mix(states).tolist()] == published
+    assert [value % 2**64 for value in mix(states).tolist()] == published
 
 
 def test_a_draw_equals_the_formula_in_unbounded_integers() -> None:
@@ -78,6 +79,17 @@ def test_neighbouring_positions_rounds_and_seeds_are_independent() -> None:
     other_round = draw_uniform(torch.tensor(7), torch.tensor(1), positions, Stream.DRAFT)
     for other in (draws(seed=8), other_round, base.roll(1)):
         assert abs(correlation(base, other)) < NUM_SIGMAS / math.sqrt(NUM_DRAWS)
+
+
+def test_the_tokens_of_a_draw_have_uniform_numbers_that_neighbouring_draws_do_not_share() -> None:
+    num_tokens = NUM_DRAWS
+    by_draw = draw_keys(torch.tensor(7), torch.tensor(0), torch.arange(2), Stream.DRAFT)
+    drawn, other = to_uniform(absorb(by_draw[:, None], torch.arange(num_tokens)))
+    counts = torch.histc(drawn, 256, 0, 1)
+    chi2 = float(((counts - num_tokens / 256) ** 2 / (num_tokens / 256)).sum())
+    assert abs(chi2 - 255) < NUM_SIGMAS * math.sqrt(2 * 255)
+    for second in (other, drawn.roll(1)):
+        assert abs(correlation(drawn, second)) < NUM_SIGMAS / math.sqrt(num_tokens)
 
 
 def test_a_draw_depends_on_its_own_key_alone() -> None:

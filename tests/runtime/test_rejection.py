@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcp_compiler.runtime.rejection import NO_TOKEN, Verdict, Verification, verify
+from pcp_compiler.runtime.rejection import NO_TOKEN, RaggedRows, Verdict, Verification, verify
 from pcp_compiler.runtime.sampling import SamplingParams, SamplingRows
 from pcp_compiler.sampling_ops import probabilities
 
@@ -41,7 +41,7 @@ def judge(requests: list[Judged], verification: Verification = "token") -> Verdi
         torch.cat([request.logits for request in requests]),
         torch.tensor([token for request in requests for token in request.drafts], dtype=torch.int64),
         torch.cat(probs) if probs else None,
-        np.cumsum([0, *num_rows]),
+        RaggedRows.from_counts(np.array(num_rows)),
         SamplingRows.from_params([request.params for request in requests]),
         torch.tensor([request.start for request in requests]),
         verification=verification,
@@ -122,7 +122,7 @@ def test_a_batch_without_drafts_or_without_requests_is_allowed() -> None:
         torch.zeros(0, VOCAB_SIZE),
         torch.zeros(0, dtype=torch.int64),
         None,
-        np.zeros(1, dtype=np.int64),
+        RaggedRows.from_counts(np.zeros(0, dtype=np.int64)),
         SamplingRows.from_params([]),
         torch.zeros(0, dtype=torch.int64),
     )
@@ -366,8 +366,7 @@ def test_block_verification_draws_from_the_scaled_residual() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"cu_rows": np.array([0, 1])}, "cu_rows end at 1"),
-        ({"cu_rows": np.array([0, 0, 2])}, "a request without a row"),
+        ({"rows": RaggedRows.from_counts(np.array([1]))}, "the rows end at 1, not at 2"),
         ({"draft_ids": torch.zeros(2, dtype=torch.int64)}, "for 1 drafts"),
     ],
 )
@@ -376,9 +375,14 @@ def test_row_tables_that_do_not_fit_are_our_own_fault(change: dict[str, Any], me
         "target_logits": torch.zeros(2, VOCAB_SIZE),
         "draft_ids": torch.zeros(1, dtype=torch.int64),
         "draft_probs": None,
-        "cu_rows": np.array([0, 2]),
+        "rows": RaggedRows.from_counts(np.array([2])),
         "options": SamplingRows.from_params([GREEDY]),
         "round_starts": torch.zeros(1, dtype=torch.int64),
     }
     with pytest.raises(AssertionError, match=message):
         verify(**{**arguments, **change})
+
+
+def test_a_request_without_a_row_is_our_own_fault() -> None:
+    with pytest.raises(AssertionError, match="a request without a row"):
+        RaggedRows.from_counts(np.array([1, 0, 2]))

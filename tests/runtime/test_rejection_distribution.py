@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pcp_compiler.runtime import rejection, sampling
-from pcp_compiler.runtime.noise import Stream, draw_uniform
-from pcp_compiler.runtime.rejection import NO_TOKEN, Verdict, Verification, verify
+from pcp_compiler.runtime import noise, rejection, sampling
+from pcp_compiler.runtime.noise import Stream, draw_keys
+from pcp_compiler.runtime.rejection import NO_TOKEN, RaggedRows, Verdict, Verification, verify
 from pcp_compiler.runtime.sampling import SamplingParams, SamplingRows, sample_draft
 from pcp_compiler.sampling_ops import probabilities
 
@@ -33,6 +33,11 @@ FILTERED = [
 both = pytest.mark.parametrize("verification", BOTH)
 one_or_three_drafts = pytest.mark.parametrize("num_drafts", [1, 3])
 sampled_or_greedy_drafts = pytest.mark.parametrize("draft_is_greedy", [False, True], ids=["sampled", "greedy"])
+
+
+def same_rows(num_requests: int, num_drafts: int) -> RaggedRows:
+    """Rows of requests with the same number of drafts."""
+    return RaggedRows.from_counts(np.full(num_requests, num_drafts + 1))
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,7 @@ class Game:
 
     def options(self, num_requests: int) -> SamplingRows:
         """The same options for every request, seeds 0, 1, 2 and so on."""
-        rows = SamplingRows.from_params([self.params]).select(np.zeros(num_requests, dtype=np.int64))
-        return replace(rows, seeds=torch.arange(num_requests))
+        return replace(SamplingRows.from_params([self.params] * num_requests), seeds=torch.arange(num_requests))
 
     def play(self, last: Tensor, starts: Tensor) -> Verdict:
         """Draft and verify one round of every request after the tokens `last`, [R], at positions `starts`, [R]."""
@@ -92,7 +96,7 @@ class Game:
             self.target[rows].flatten(0, 1),
             rows[:, 1:].flatten(),
             None if self.draft_is_greedy else torch.stack(probs, dim=1).flatten(0, 1),
-            np.arange(num_requests + 1) * (self.num_drafts + 1),
+            same_rows(num_requests, self.num_drafts),
             options,
             starts,
             verification=self.verification,
@@ -277,9 +281,9 @@ def test_four_tokens_made_by_rounds_have_the_targets_joint_distribution(
 
 def test_b84_a_residual_drawn_with_the_drafts_noise_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
     def reused(seeds: Tensor, round_starts: Tensor, positions: Tensor, stream: Stream) -> Tensor:
-        return draw_uniform(seeds, round_starts, positions, Stream.DRAFT if stream == Stream.RESIDUAL else stream)
+        return draw_keys(seeds, round_starts, positions, Stream.DRAFT if stream == Stream.RESIDUAL else stream)
 
-    monkeypatch.setattr(rejection, "draw_uniform", reused)
+    monkeypatch.setattr(rejection, "draw_keys", reused)
     first = Game(8, 1, "token").play_first()
     tokens = first.verdict.token_ids[:, 0]
     assert excess_of_tokens(first.last_before, tokens, first.game.target_probs) > 2 * NUM_SIGMAS
@@ -289,11 +293,11 @@ def test_block_verification_with_draws_keyed_by_position_alone_fails_the_test(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def keyed_by_position(seeds: Tensor, round_starts: Tensor, positions: Tensor, stream: Stream) -> Tensor:
-        return draw_uniform(seeds, torch.zeros_like(round_starts), positions, stream)
+        return draw_keys(seeds, torch.zeros_like(round_starts), positions, stream)
 
     game = Game(4, 3, "block")
-    for module in (rejection, sampling):
-        monkeypatch.setattr(module, "draw_uniform", keyed_by_position)
+    for module in (noise, rejection, sampling):
+        monkeypatch.setattr(module, "draw_keys", keyed_by_position)
     assert excess_of_sequences(*chain_of_rounds(game, 4), game.target_probs) > 2 * NUM_SIGMAS
 
 
@@ -303,7 +307,7 @@ def test_b85_greedy_drafts_verified_as_if_sampled_fail_the_test(monkeypatch: pyt
     drafts = game.drafter[last].argmax(-1)
     rows = game.target[torch.stack([last, drafts], dim=1)].flatten(0, 1)
     wrong_probs = probabilities(game.drafter[last], torch.ones(NUM_ROUNDS))
-    verdict = verify(rows, drafts, wrong_probs, np.arange(NUM_ROUNDS + 1) * 2, game.options(NUM_ROUNDS), starts)
+    verdict = verify(rows, drafts, wrong_probs, same_rows(NUM_ROUNDS, 1), game.options(NUM_ROUNDS), starts)
     assert excess_of_tokens(last, verdict.token_ids[:, 0], game.target_probs) > 2 * NUM_SIGMAS
 
 
@@ -341,7 +345,7 @@ def test_two_coins_are_accepted_as_often_as_the_paper_on_block_verification_says
         p.log().expand(3 * NUM_ROUNDS, 2),
         torch.stack([ids for ids, _ in steps], dim=1).flatten(),
         torch.stack([probs for _, probs in steps], dim=1).flatten(0, 1),
-        np.arange(NUM_ROUNDS + 1) * 3,
+        same_rows(NUM_ROUNDS, 2),
         options,
         starts,
         verification=verification,

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcp_compiler.errors import ConfigError
-from pcp_compiler.runtime.noise import Stream, draw_uniform
+from pcp_compiler.runtime.noise import Stream, draw_keys
 from pcp_compiler.runtime.sampling import MAX_SEED, SamplingParams, SamplingRows, sample_draft
-from pcp_compiler.sampling_ops import probabilities, sample
+from pcp_compiler.sampling_ops import filter_logits, probabilities, row_argmax, sample
 
 # --- parameters
 
@@ -83,10 +83,10 @@ def test_rows_keep_only_the_filters_that_someone_asked_for() -> None:
     assert plain.top_k is None and plain.top_p is None
     assert plain.is_greedy.tolist() == [True, False]
     mixed = SamplingRows.from_params([SamplingParams(1, top_k=2, seed=3), SamplingParams(1, top_p=0.5, seed=4)])
-    picked = mixed.select(np.array([1, 0, 1]))
-    assert picked.top_k is not None and picked.top_p is not None
-    assert (picked.top_k.tolist(), picked.top_p.tolist()) == ([0, 2, 0], [0.5, 1.0, 0.5])
-    assert picked.seeds.tolist() == [4, 3, 4]
+    assert mixed.top_k is not None and mixed.top_p is not None
+    assert (mixed.top_k.tolist(), mixed.top_p.tolist()) == ([2, 0], [1.0, 0.5])
+    assert mixed.seeds.tolist() == [3, 4]
+    assert [rows.has_filters for rows in (plain, mixed)] == [False, True]
 
 
 # --- distributions
@@ -178,6 +178,25 @@ def test_nan_in_one_row_leaves_the_others_alone() -> None:
     assert not got[1].isfinite().all()
 
 
+@settings(deadline=None)
+@given(st.lists(row_options, min_size=1, max_size=6))
+def test_filtered_logits_have_the_distribution_of_the_filters(
+    rows: list[tuple[list[float], float, int, float]],
+) -> None:
+    logits, temperature, top_k, top_p = (torch.tensor(column) for column in zip(*rows, strict=True))
+    filtered = filter_logits(logits, temperature, top_k, top_p.double())
+    expected = probabilities(logits, temperature, top_k, top_p.double())
+    assert torch.equal(probabilities(filtered, temperature), expected)
+    assert torch.equal(filtered.argmax(-1), logits.argmax(-1))
+    assert torch.equal(filtered[filtered > -math.inf], logits[filtered > -math.inf])
+
+
+def test_filters_leave_rows_without_an_answer_as_they_are() -> None:
+    logits = torch.tensor([[math.nan, 1.0, 2.0], [math.inf, 0.0, -math.inf], [-math.inf] * 3])
+    filtered = filter_logits(logits, torch.ones(3), torch.tensor([1, 1, 1]), torch.full((3,), 0.5).double())
+    assert filtered[0].isnan().any() and filtered[1, 0] == math.inf and (filtered[2] == -math.inf).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_logits_of_any_float_type_give_float32(dtype: torch.dtype) -> None:
     got = distribution(torch.tensor([1.0, 2.0, 0.5], dtype=dtype))
@@ -187,17 +206,38 @@ def test_logits_of_any_float_type_give_float32(dtype: torch.dtype) -> None:
 # --- draws
 
 
+def keys(num_draws: int) -> Tensor:
+    return draw_keys(torch.arange(num_draws), torch.tensor(0), torch.tensor(0), Stream.DRAFT)
+
+
+def test_tokens_are_drawn_in_proportion_to_their_weights() -> None:
+    weights = torch.tensor([1.0, 0.0, 4.0, 0.5, 2.0, 1e-3, 0.5], dtype=torch.float64)
+    num_draws = 100_000
+    counts = torch.bincount(sample(weights.expand(num_draws, -1), keys(num_draws)), minlength=7)
+    expected = num_draws * weights / weights.sum()
+    assert counts[1] == 0
+    chi2 = float(((counts - expected) ** 2 / expected)[expected > 0].sum())
+    assert chi2 < 20.5  # 5 degrees of freedom: 1 in 1000
+
+
 def test_a_token_of_weight_0_is_never_drawn() -> None:
-    weights = torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0])
-    ends = torch.tensor([2.0**-53, 0.3, 0.5, 1 - 2.0**-53], dtype=torch.float64)
-    drawn = sample(weights.expand(4, 5), ends)
-    assert drawn.tolist()[0] == 1 and set(drawn.tolist()) <= {1, 3} and drawn.tolist()[-1] == 3
+    weights = torch.tensor([0.0, 1e-30, 0.0, math.nan, 0.0])
+    assert (sample(weights.expand(1000, 5), keys(1000)) == 1).all()
+    for nothing in (0.0, math.nan):
+        assert (sample(torch.full((9, 5), nothing), keys(9)) == 0).all()
 
 
 def test_weights_need_not_add_up_to_one() -> None:
-    uniform = draw_uniform(torch.arange(1000), torch.tensor(0), torch.tensor(0), Stream.DRAFT)
     weights = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).expand(1000, 3)
-    assert torch.equal(sample(weights, uniform), sample(weights / 8, uniform))
+    assert torch.equal(sample(weights, keys(1000)), sample(weights / 8, keys(1000)))
+
+
+def test_a_draw_from_a_part_of_the_vocabulary_is_the_winner_among_its_tokens() -> None:
+    weights = torch.rand(500, 40, generator=torch.Generator().manual_seed(0))
+    drawn = sample(weights, keys(500))
+    is_even = torch.arange(40) % 2 == 0
+    among_even = sample(torch.where(is_even, weights, 0.0), keys(500))
+    assert torch.equal(drawn[drawn % 2 == 0], among_even[drawn % 2 == 0])
 
 
 def test_a_draft_comes_with_the_distribution_it_was_drawn_from() -> None:
@@ -210,6 +250,11 @@ def test_a_draft_comes_with_the_distribution_it_was_drawn_from() -> None:
     torch.testing.assert_close(probs[0], (logits / 0.7).softmax(0))  # top-k is left to the verification
     shares = torch.bincount(ids, minlength=4) / num_requests
     torch.testing.assert_close(shares, probs[0], atol=4 * 0.5 / math.sqrt(num_requests), rtol=0)
+
+
+def test_the_argmax_of_a_row_is_the_lowest_id_of_a_tie_and_nan_is_largest() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0], [math.inf, math.nan, 0.0], [-math.inf] * 3])
+    assert row_argmax(logits).tolist() == torch.ops.pcp.row_argmax(logits).tolist() == [1, 1, 0]
 
 
 def test_a_greedy_draft_is_the_argmax_with_a_point_mass() -> None:
