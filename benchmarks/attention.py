@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from pcp_compiler.kernels.paged_attention import attention_rows, paged_attention
@@ -93,16 +93,21 @@ def _event_ms(run: Callable[[], object], warm_up: int = 0) -> float:
     run()
     stop.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(stop)
+    elapsed: float = start.elapsed_time(stop)
+    return elapsed
 
 
 def measure_ceilings() -> tuple[float, float]:
-    """Return the bf16 matrix rate in TFLOP/s and the copy bandwidth in GB/s, read plus written."""
+    """Return the bf16 matrix rate in TFLOP/s and the copy bandwidth in GB/s, read plus written.
+
+    The faster of two copies, since a captured `copy_` may leave the work to the copy engine, which is slower.
+    """
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     tflops = 2 * 8192**3 / time_ms(lambda: a @ a) / 1e9
-    source = torch.randint(0, 255, (2**32,), device="cuda", dtype=torch.uint8)
+    source = torch.randint(-(2**62), 2**62, (2**29,), device="cuda")
     target = torch.empty_like(source)
-    return tflops, 2 * source.numel() / time_ms(lambda: target.copy_(source)) / 1e6
+    copy_ms = min(time_ms(lambda: target.copy_(source)), time_ms(lambda: torch.neg(source, out=target)))
+    return tflops, 2 * source.nbytes / copy_ms / 1e6
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
@@ -129,15 +134,16 @@ def time_others(q: Tensor, k: Tensor, v: Tensor, with_flex: bool) -> dict[str, f
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     num_rows, context = q.shape[2], k.shape[2]
     is_square = num_rows == context
-    mask = None if is_square or num_rows == 1 else causal_lower_right(num_rows, context)
-    runs: dict[str, Callable[[], object]] = {}
-    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
-        dense = mask
-        if name == "cuDNN" and mask is not None:  # knows no lower right, takes a mask as it is
-            dense = torch.arange(context, device=q.device) <= torch.arange(num_rows, device=q.device)[:, None] + (
-                context - num_rows
-            )
-        runs[name] = _sdpa(q, k, v, dense, is_square, backend)
+    is_plain = is_square or num_rows == 1
+    columns, rows = (torch.arange(size, device=q.device) for size in (context, num_rows))
+    masks = {
+        SDPBackend.FLASH_ATTENTION: None if is_plain else causal_lower_right(num_rows, context),
+        SDPBackend.CUDNN_ATTENTION: None if is_plain else columns <= rows[:, None] + (context - num_rows),
+    }
+    names = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+    runs: dict[str, Callable[[], object]] = {
+        name: _sdpa(q, k, v, masks[backend], is_square, backend) for name, backend in names.items()
+    }
     if with_flex:
         runs["flex"] = _flex(q, k, v)
     times = {}
@@ -150,7 +156,7 @@ def time_others(q: Tensor, k: Tensor, v: Tensor, with_flex: bool) -> dict[str, f
 
 
 def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, backend: SDPBackend
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | CausalBias | None, is_causal: bool, backend: SDPBackend
 ) -> Callable[[], object]:
     def run() -> object:
         with sdpa_kernel(backend):
@@ -239,13 +245,13 @@ def measure_paged(
     num_blocks = -(-context // BLOCK_SIZE)
     tables = (torch.randperm(num_requests * num_blocks, device="cuda") + 1).reshape(num_requests, num_blocks).int()
     num_slots = (num_requests * num_blocks + 1) * BLOCK_SIZE
-    caches = [torch.randn(num_slots + 1, kv_heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    k_cache, v_cache = torch.randn(2, num_slots + 1, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
     q = torch.randn(num_requests * num_rows, heads, dim, device="cuda", dtype=torch.bfloat16)
     spans = torch.tensor([[r, r * num_rows, num_rows, context] for r in range(num_requests)], device="cuda")
     scale = dim**-0.5
 
     def ours() -> Tensor:
-        return paged_attention(q, *caches, spans, tables, block_size=BLOCK_SIZE, kv_bound=context, scale=scale)
+        return paged_attention(q, k_cache, v_cache, spans, tables, block_size=BLOCK_SIZE, kv_bound=context, scale=scale)
 
     slots = (tables.long()[:, :, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device="cuda")).flatten(1)[:, :context]
     out = ours().unflatten(0, (num_requests, num_rows))
@@ -253,11 +259,11 @@ def measure_paged(
     sample = sample_rows(num_rows) if num_rows > 32 else torch.arange(num_rows, device="cuda")
     errors = []
     for request in {0, num_requests - 1}:
-        k, v = (cache[slots[request]] for cache in caches)
+        k, v = k_cache[slots[request]], v_cache[slots[request]]
         expected = reference(queries[request, sample], k, v, sample + (context - num_rows))
         errors.append(relative_error(out[request, sample], expected))
     ours_ms = time_ms(ours)
-    others_ms = time_others(queries, *(cache[slots] for cache in caches), with_flex)
+    others_ms = time_others(queries, k_cache[slots], v_cache[slots], with_flex)
     if kind == "paged":
         work = prefill_flops(shape, context) / 1e9
     else:

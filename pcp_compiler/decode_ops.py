@@ -93,16 +93,22 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# CUDA devices: the kernels where they apply; imported late, since there is no triton without a GPU
+# CUDA devices: the kernels where they are faster; imported late, since there is no triton without a GPU
+
+LARGE_WEIGHT = 1 << 22
+"""Numbers of a weight from which on, with several rows, torch's matrix multiplication is the faster one: on an H200
+Llama-3-8B took 9.7 ms a step of 8 rows with our kernels and 7.9 ms with torch's, SmolLM2-135M 0.9 and 3.3 ms."""
 
 
 def _fits_kernels(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
     from pcp_compiler.kernels import decode_rows
 
     num_rows = x.numel() // max(x.shape[-1], 1)
+    is_small = num_rows == 1 or all(weight.numel() < LARGE_WEIGHT for weight in weights)
     are_rows = all(weight.dtype == x.dtype and weight.stride(1) == 1 for weight in weights)
     are_dense = all(bias is None or bias.is_contiguous() for bias in biases)
-    return num_rows <= decode_rows.MAX_ROWS and x.dtype in decode_rows.DTYPES and are_rows and are_dense
+    is_known = num_rows <= decode_rows.MAX_ROWS and x.dtype in decode_rows.DTYPES
+    return is_known and is_small and are_rows and are_dense
 
 
 def _rms_norm_linear_cuda(
@@ -111,7 +117,8 @@ def _rms_norm_linear_cuda(
     from pcp_compiler.kernels import decode_rows
 
     if not _fits_kernels(x, weights, [*biases, gamma]):
-        return rms_norm_linear(x, gamma, weights, biases, eps=eps)
+        normed = F.rms_norm(x, gamma.shape, gamma, eps)
+        return [F.linear(normed, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     outs = decode_rows.rms_norm_linear(_rows(x), gamma, weights, biases, eps=eps)
     return [_like_rows(x, out) for out in outs]
 
@@ -123,7 +130,8 @@ def _rms_norm_swiglu_cuda(
     from pcp_compiler.kernels import decode_rows
 
     if not _fits_kernels(x, (gate, up), (gate_bias, up_bias, gamma)):
-        return rms_norm_swiglu(x, gamma, gate, up, gate_bias, up_bias, eps=eps)
+        normed = F.rms_norm(x, gamma.shape, gamma, eps)
+        return F.silu(F.linear(normed, gate, gate_bias)).mul_(F.linear(normed, up, up_bias))
     return _like_rows(x, decode_rows.rms_norm_swiglu(_rows(x), gamma, gate, up, gate_bias, up_bias, eps=eps))
 
 
@@ -131,7 +139,8 @@ def _linear_residual_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, residu
     from pcp_compiler.kernels import decode_rows
 
     if not _fits_kernels(x, (weight,), (bias,)):
-        return linear_residual(x, weight, bias, residual)
+        added = residual if bias is None else residual + bias
+        return _like_rows(x, torch.addmm(_rows(added), _rows(x), weight.t()))
     return _like_rows(x, decode_rows.linear_residual(_rows(x), weight, bias, _rows(residual)))
 
 

@@ -139,11 +139,11 @@ INVARIANTS: Mapping[str, Check] = {
     "well-formed": _well_formed,
     "op-allowed": _op_allowed,
     "has-value": _has_value,
+    "segment-fits": _segment_fits,
     "no-dead-code": _no_dead_code,
     "collective-paired": _collective_paired,
     "index-is-input": _index_is_input,
     "source-kept": _source_kept,
-    "segment-fits": _segment_fits,
 }
 _ACROSS_SEGMENTS = ("index-is-input", "segment-fits")
 """Invariants that are checked on the graph with all its segments; the others on each of these graphs alone."""

@@ -31,7 +31,7 @@ def attend(
         mask = create_block_mask(_sees(first, window), None, None, num_rows, seq_len, device=q.device)
         rows = call(
             q[:, start : start + num_rows].transpose(1, 2), k[None].transpose(1, 2), v[None].transpose(1, 2),
-            score_mod=None if soft_cap is None else _capped(soft_cap), block_mask=mask, scale=scale,
+            score_mod=None if soft_cap is None else _capped(torch.tensor(soft_cap, device=q.device)), block_mask=mask, scale=scale,
             enable_gqa=q.shape[2] != k.shape[1],
         )  # fmt: skip
         out[:, start : start + num_rows] = rows.transpose(1, 2)
@@ -56,7 +56,9 @@ def _sees(first: Tensor, window: int | None) -> Callable[[Tensor, Tensor, Tensor
     return causal if window is None else windowed
 
 
-def _capped(soft_cap: float) -> Callable[..., Tensor]:
+def _capped(soft_cap: Tensor) -> Callable[..., Tensor]:
+    """Return what caps scores; a number of Python's would be read on the host where this is compiled."""
+
     def cap(score: Tensor, *_place: Tensor) -> Tensor:
         return soft_cap * torch.tanh(score / soft_cap)
 
@@ -72,6 +74,8 @@ BACKEND = AttentionBackend(
         paged=True,
         non_causal=False,
         priorities={"cpu": 2, "cuda": 4},
+        dtypes=frozenset(["float32", "bfloat16", "float16"]),
+        min_head_dim=16,
         sinks=False,
     ),
     attend,

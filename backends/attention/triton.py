@@ -41,6 +41,7 @@ BACKEND = AttentionBackend(
         non_causal=True,
         priorities=_priorities(),
         dtypes=frozenset(["float32", "bfloat16", "float16"]),
+        min_head_dim=16,
         max_head_dim=576,
         is_capture_safe=True,
         context_buckets=True,

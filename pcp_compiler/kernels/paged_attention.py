@@ -43,6 +43,7 @@ MAX_SPLITS = 128
 MIN_SPLIT_LEN = 256
 """Positions below which a split costs more to merge than it saves."""
 
+_TINY = tl.constexpr(1.0e-30)
 _SPAN_WIDTH = tl.constexpr(4)
 _NO_SCORE = tl.constexpr(NO_SCORE)
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -61,10 +62,10 @@ def _tanh(x):
 
 
 @triton.jit
-def _find_span(spans_ptr, tile, num_spans, BLOCK_Q: tl.constexpr):
-    """Return the span that holds a tile, -1 for none, and the end of the rows of all spans."""
+def _find_rows(spans_ptr, tile, num_spans, num_rows, BLOCK_Q: tl.constexpr):
+    """Return the span of a tile, -1 for none, its seq_len, the tile's first row, and where the span's rows end."""
     span = -1
-    end = 0
+    spans_end = 0
     for base in range(0, num_spans, _SPANS_AT_ONCE):
         index = base + tl.arange(0, _SPANS_AT_ONCE)
         in_range = index < num_spans
@@ -73,8 +74,19 @@ def _find_span(spans_ptr, tile, num_spans, BLOCK_Q: tl.constexpr):
         first_tile = first // BLOCK_Q + index
         is_in = (tile >= first_tile) & (tile < first_tile + tl.cdiv(rows, BLOCK_Q))
         span = tl.maximum(span, tl.max(tl.where(is_in, index, -1), 0))
-        end = tl.maximum(end, tl.max(tl.where(rows > 0, first + rows, 0), 0))
-    return span, end
+        spans_end = tl.maximum(spans_end, tl.max(tl.where(rows > 0, first + rows, 0), 0))
+    if span < 0:  # rows behind all spans, or nothing
+        first_row = spans_end + (tile - spans_end // BLOCK_Q - num_spans) * BLOCK_Q
+        first_row = tl.where(first_row < spans_end, num_rows, first_row)
+        end_row = num_rows
+        seq_len = 0
+    else:
+        span_ptr = spans_ptr + span * _SPAN_WIDTH
+        span_first = tl.load(span_ptr + 1).to(tl.int32)
+        first_row = span_first + (tile - span_first // BLOCK_Q - span) * BLOCK_Q
+        end_row = span_first + tl.load(span_ptr + 2).to(tl.int32)
+        seq_len = tl.load(span_ptr + 3).to(tl.int32)
+    return span, seq_len, first_row, end_row
 
 
 @triton.jit
@@ -122,8 +134,9 @@ def _score(q_MD, k_ND):
 
 @triton.jit
 def _attend(
-    acc_MV, max_M, sum_M, q_MD, q_ME, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, start, stop,
-    low_M, high_M, kv_low, kv_high, stride_ks, stride_vs, stride_k_scales, stride_v_scales, factor, cap_in, cap_out,
+    acc_MV, max_M, sum_M, q_MD, q_ME, q_scale_M, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, start,
+    stop, low_M, high_M, kv_low, kv_high, stride_ks, stride_vs, stride_k_scales, stride_v_scales, factor, cap_in,
+    cap_out,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr, VALUE_DIM: tl.constexpr, V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, IS_WIDE: tl.constexpr, HAS_CAP: tl.constexpr,
     FP8: tl.constexpr, UNIT: tl.constexpr, V_IN_K: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr,
@@ -159,7 +172,7 @@ def _attend(
             k_scales_N = k_scales_ptr + base * stride_k_scales + offsets_N * stride_k_scales
             v_scales_N = v_scales_ptr + base * stride_v_scales + offsets_N * stride_v_scales
             v_scale_N = tl.load(v_scales_N, mask=seen_N, other=0.0) * _VALUE_SHIFT
-            s_MN = s_MN * tl.load(k_scales_N, mask=seen_N, other=0.0)[None, :]
+            s_MN = s_MN * tl.load(k_scales_N, mask=seen_N, other=0.0)[None, :] * q_scale_M[:, None]
         if HAS_CAP:
             s_MN = cap_out * _tanh(s_MN * cap_in)
         if MASKED:
@@ -213,8 +226,10 @@ def _attention_kernel(
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     HEAD_BLOCKS: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     NUM_COLUMNS: tl.constexpr = NUM_KV_HEADS * HEAD_BLOCKS
+    NUM_PARTS: tl.constexpr = 1 if q_rows_ptr is None else 2
     column = tl.program_id(0) % NUM_COLUMNS
-    tile = tl.num_programs(0) // NUM_COLUMNS - 1 - tl.program_id(0) // NUM_COLUMNS
+    order = tl.program_id(0) // NUM_COLUMNS
+    tile = tl.num_programs(0) // (NUM_COLUMNS * NUM_PARTS) - 1 - order // NUM_PARTS
     split = tl.program_id(1)
     kv_head = column // HEAD_BLOCKS
     packed_M = tl.arange(0, BLOCK_M)
@@ -224,22 +239,18 @@ def _attention_kernel(
     if spans_ptr is None:
         first_row = tile * BLOCK_Q
         end_row = num_rows
-        has_rows = first_row < num_rows
+        has_rows = True
     else:
-        span, spans_end = _find_span(spans_ptr, tile, num_spans, BLOCK_Q)
+        span, seq_len, first_row, end_row = _find_rows(spans_ptr, tile, num_spans, num_rows, BLOCK_Q)
         has_rows = span >= 0
-        span_ptr = spans_ptr + tl.maximum(span, 0) * _SPAN_WIDTH
-        span_first = tl.load(span_ptr + 1).to(tl.int32)
-        span_rows = tl.load(span_ptr + 2).to(tl.int32)
-        seq_len = tl.load(span_ptr + 3).to(tl.int32)
-        first_row = span_first + (tile - span_first // BLOCK_Q - span) * BLOCK_Q
-        end_row = span_first + span_rows
-        if span < 0:
-            first_row = spans_end + (tile - spans_end // BLOCK_Q - num_spans) * BLOCK_Q
-            first_row = tl.where(first_row < spans_end, num_rows, first_row)
-            end_row = num_rows
     row_M = first_row + row_M
     is_row_M = (row_M < tl.minimum(end_row, first_row + BLOCK_Q)) & (head_M < GROUP)
+    position_M = row_M
+    if q_rows_ptr is not None:  # the rows that follow on the first one, or the others: a tile may hold a border
+        position_M = tl.load(q_rows_ptr + row_M, mask=is_row_M, other=0).to(tl.int32)
+        follows_M = position_M == tl.load(q_rows_ptr + first_row).to(tl.int32) + (row_M - first_row)
+        is_row_M = is_row_M & (follows_M == (order % NUM_PARTS == 0))
+        has_rows = tl.max(is_row_M.to(tl.int32), 0) > 0
     head_M = kv_head * GROUP + head_M
     out_row_M = row_M.to(tl.int64) * NUM_HEADS + head_M
     values = tl.arange(0, V)
@@ -248,7 +259,7 @@ def _attention_kernel(
     stats_size = tl.num_programs(1).to(tl.int64) * num_rows * NUM_HEADS
     nothing_M = tl.zeros([BLOCK_M], tl.float32)
 
-    if not has_rows:
+    if not has_rows:  # rows of no span become 0
         if IS_SPLIT:
             _store_stats(part_stats_ptr, part_row_M, stats_size, nothing_M + _NO_SCORE, nothing_M, is_row_M)
         else:
@@ -258,9 +269,6 @@ def _attention_kernel(
 
     # which positions each row sees, low..high - 1, and which all rows of the tile do
     if spans_ptr is None:
-        position_M = row_M
-        if q_rows_ptr is not None:
-            position_M = tl.load(q_rows_ptr + row_M, mask=is_row_M, other=0).to(tl.int32)
         first_position = tl.min(tl.where(is_row_M, position_M, 2147483647), 0)
         last_position = tl.max(tl.where(is_row_M, position_M, 0), 0)
     else:
@@ -308,6 +316,12 @@ def _attention_kernel(
         )
     else:
         q_ME = q_MD
+    q_scale_M = tl.full([BLOCK_M], 1.0, tl.float32)
+    if FP8 and q_MD.dtype == tl.bfloat16:  # eight bits fit float16 and get there faster
+        q_scale_M = tl.maximum(tl.max(tl.abs(q_MD.to(tl.float32)), 1), tl.max(tl.abs(q_ME.to(tl.float32)), 1))
+        q_scale_M = tl.maximum(q_scale_M, _TINY)
+        q_MD = (q_MD.to(tl.float32) / q_scale_M[:, None]).to(tl.float16)
+        q_ME = (q_ME.to(tl.float32) / q_scale_M[:, None]).to(tl.float16)
     max_M = tl.full([BLOCK_M], _NO_SCORE, tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:
@@ -318,7 +332,8 @@ def _attention_kernel(
 
     table_ptr = tables_ptr
     if BLOCK_SIZE > 0:
-        table_ptr = tables_ptr + tl.load(span_ptr).to(tl.int64) * stride_table
+        request = tl.load(spans_ptr + span * _SPAN_WIDTH)
+        table_ptr = tables_ptr + request.to(tl.int64) * stride_table
     if not USE_TMA:
         k_ptr = k_ptr + kv_head * (stride_kh * UNIT)
         v_ptr = v_ptr + kv_head * (stride_vh * UNIT)
@@ -327,21 +342,21 @@ def _attention_kernel(
         v_scales_ptr = v_scales_ptr + kv_head * stride_vh_scales
     if WINDOW > 0:
         acc_MV, max_M, sum_M = _attend(
-            acc_MV, max_M, sum_M, q_MD, q_ME, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, start,
-            whole_start, low_M, high_M, kv_low, kv_high, stride_ks, stride_vs, stride_k_scales, stride_v_scales,
+            acc_MV, max_M, sum_M, q_MD, q_ME, q_scale_M, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head,
+            start, whole_start, low_M, high_M, kv_low, kv_high, stride_ks, stride_vs, stride_k_scales, stride_v_scales,
             factor, cap_in, cap_out, HEAD_DIM, D, E, VALUE_DIM, V, BLOCK_N, BLOCK_SIZE, IS_WIDE, HAS_CAP, FP8, UNIT,
             V_IN_K, USE_TMA, True, 1,
         )  # fmt: skip
     acc_MV, max_M, sum_M = _attend(
-        acc_MV, max_M, sum_M, q_MD, q_ME, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, whole_start,
-        whole_stop, low_M, high_M, kv_low, kv_high, stride_ks, stride_vs, stride_k_scales, stride_v_scales, factor,
-        cap_in, cap_out, HEAD_DIM, D, E, VALUE_DIM, V, BLOCK_N, BLOCK_SIZE, IS_WIDE, HAS_CAP, FP8, UNIT, V_IN_K,
+        acc_MV, max_M, sum_M, q_MD, q_ME, q_scale_M, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head,
+        whole_start, whole_stop, low_M, high_M, kv_low, kv_high, stride_ks, stride_vs, stride_k_scales, stride_v_scales,
+        factor, cap_in, cap_out, HEAD_DIM, D, E, VALUE_DIM, V, BLOCK_N, BLOCK_SIZE, IS_WIDE, HAS_CAP, FP8, UNIT, V_IN_K,
         USE_TMA, False, NUM_STAGES,
     )  # fmt: skip
     acc_MV, max_M, sum_M = _attend(
-        acc_MV, max_M, sum_M, q_MD, q_ME, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, whole_stop,
-        stop, low_M, high_M, kv_low, kv_high, stride_ks, stride_vs, stride_k_scales, stride_v_scales, factor, cap_in,
-        cap_out, HEAD_DIM, D, E, VALUE_DIM, V, BLOCK_N, BLOCK_SIZE, IS_WIDE, HAS_CAP, FP8, UNIT, V_IN_K,
+        acc_MV, max_M, sum_M, q_MD, q_ME, q_scale_M, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head,
+        whole_stop, stop, low_M, high_M, kv_low, kv_high, stride_ks, stride_vs, stride_k_scales, stride_v_scales,
+        factor, cap_in, cap_out, HEAD_DIM, D, E, VALUE_DIM, V, BLOCK_N, BLOCK_SIZE, IS_WIDE, HAS_CAP, FP8, UNIT, V_IN_K,
         USE_TMA, True, 1,
     )  # fmt: skip
 
@@ -517,6 +532,7 @@ def _launch(
     block_q = shape.block_m // tile_heads
     columns = num_kv_heads * -(-group // tile_heads)
     tiles = -(-num_rows // block_q) if spans is None else num_rows // block_q + num_spans + 1
+    parts = 1 if q_rows is None else 2
     seen = kv_bound if window is None else min(kv_bound, window + block_q)
     busy_tiles = columns * max(num_spans, -(-num_rows // block_q))
     splits = num_kv_splits(busy_tiles, seen, shape, _num_sms(q.device))
@@ -531,7 +547,7 @@ def _launch(
     use_tma = fits_descriptor and block_size % shape.block_n == 0  # also 0: a block of positions is a run of slots
     keys, values = _source(k, shape.block_n, use_tma), _source(v, shape.block_n, use_tma)
     cap = 1.0 if soft_cap is None else soft_cap
-    _attention_kernel[(tiles * columns, splits)](
+    _attention_kernel[(tiles * parts * columns, splits)](
         q, keys.numbers, values.numbers, keys.scales, values.scales, out, part_acc, part_stats, spans, tables, q_rows,
         sinks, num_rows, num_spans, q.stride(0), q.stride(1), *keys.strides, *values.strides,
         0 if tables is None else tables.stride(0), scale * LOG2_E if soft_cap is None else 1.0, scale / cap,

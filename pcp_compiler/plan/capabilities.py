@@ -72,8 +72,10 @@ class AttentionCapabilities:
     """Devices it runs on; where several backends can run a layer, `auto` takes the one with the smallest number."""
     dtypes: frozenset[str] = frozenset(["float64", "float32", "bfloat16", "float16"])
     """Types of queries it takes."""
+    min_head_dim: int = 1
+    """Numbers in the smallest head."""
     max_head_dim: int | None = None
-    """Largest head; None: any."""
+    """Numbers in the largest head; None: any."""
     equal_head_dims: bool = False
     """Whether keys and values must be equally wide."""
     grouped_queries: bool = True
@@ -89,7 +91,7 @@ class AttentionCapabilities:
 
     def find_gaps(self, needs: AttentionNeeds) -> tuple[str, ...]:
         """Return what this backend lacks of `needs`, one phrase each; empty if it can run them."""
-        widest = max(needs.head_dims, default=0) if needs.head_dims else 0
+        heads = needs.head_dims or (self.min_head_dim,)
         checks = (
             (needs.kind in self.kinds, f"kind {needs.kind}"),
             (self.supports_pcp or not needs.pcp, "PCP rank-local rows"),
@@ -98,7 +100,8 @@ class AttentionCapabilities:
             (self.non_causal or not needs.non_causal, "non-causal draft_blocks"),
             (needs.device in self.priorities, f"device {needs.device}"),
             (needs.dtype is None or needs.dtype in self.dtypes, f"dtype {needs.dtype}"),
-            (self.max_head_dim is None or widest <= self.max_head_dim, f"heads of {widest} numbers"),
+            (self.max_head_dim is None or max(heads) <= self.max_head_dim, f"heads of {max(heads)} numbers"),
+            (min(heads) >= self.min_head_dim, f"heads of {min(heads)} numbers"),
             (not self.equal_head_dims or needs.head_dims is None or len(set(needs.head_dims)) == 1,
              "values narrower than keys"),
             (self.grouped_queries or not needs.grouped_queries, "query heads that share a key head"),

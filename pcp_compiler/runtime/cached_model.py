@@ -187,6 +187,7 @@ class CachedModel:
 
     def _run_copies(self, program: RankProgram, values: Mapping[str, Tensor]) -> Sequence[Any]:
         """Run a program once for each copy of the caches; the results are the same."""
+        values = _Mover(self._weights[0].device)(values)
         results = [self._run([self._start(program, values, values, rank)])[0] for rank in range(len(self.caches))]
         return results[0]
 
@@ -194,8 +195,12 @@ class CachedModel:
         """Run each rank's rows; return the results of every rank."""
         assert self.sharded is not None and step.partition is not None
         program = self.sharded.program
+        move = _Mover(self._weights[0].device)
         results = self._run(
-            [self._start(program, inputs[rank], step.ranks[rank], rank) for rank in range(self.pcp_size)]
+            [
+                self._start(program, move(inputs[rank]), move(step.ranks[rank]), rank)
+                for rank in range(self.pcp_size)
+            ]
         )
         ran = tuple((collective.name, collective.op) for collective in self.executed)
         if ran != program.schedule:
@@ -219,6 +224,24 @@ class CachedModel:
             done = run_lockstep(programs)
         self.executed = done.collectives
         return done.outputs
+
+
+class _Mover:
+    """Brings tensors to a device, each once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved: dict[int, tuple[Tensor, Tensor]] = {}  # with the original: ids are unique among living objects
+
+    def __call__(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._move(value) for name, value in values.items()}
+
+    def _move(self, value: Tensor) -> Tensor:
+        if value.device == self._device:
+            return value
+        if id(value) not in self._moved:
+            self._moved[id(value)] = value, value.to(self._device, non_blocking=True)
+        return self._moved[id(value)][1]
 
 
 def _cache_inputs(program: RankProgram) -> list[fx.Node]:

@@ -20,7 +20,7 @@ from pcp_compiler.config import CaptureConfig
 from pcp_compiler.errors import ConfigError
 from pcp_compiler.plan.captures import CaptureKey, CapturePhase
 from pcp_compiler.plan.dispatch import Dispatcher, LiveBatch, check_cover
-from pcp_compiler.runtime.static_inputs import Sizes, StaticForm
+from pcp_compiler.runtime.static_inputs import Sizes, StaticBuffers, StaticForm
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class CapturedProgram(NamedTuple):
 
 class _Held(NamedTuple):
     capture: Capture
-    buffers: Mapping[str, Tensor]
+    buffers: StaticBuffers
 
 
 class Captures:
@@ -107,8 +107,7 @@ class Captures:
             return None
         check_cover(dispatch.key, live)
         held = self._held.get((program.name, dispatch.key)) or self.capture(program, dispatch.key)
-        for entry in program.form.inputs:
-            entry.fill(held.buffers[entry.name], values[entry.name])
+        held.buffers.fill(values)
         held.capture.replay()
         self.stats.hits[f"{program.name}: {dispatch.key}"] += 1
         self.stats.num_rows += live.num_rows
@@ -118,9 +117,9 @@ class Captures:
     def capture(self, program: CapturedProgram, key: CaptureKey) -> _Held:
         """Capture a program at the sizes of a key, over inputs that are all padding, so that no KV is written."""
         sizes = key_sizes(key, self._block_size, program.form)
-        buffers = {entry.name: entry.allocate(sizes) for entry in program.form.inputs}
+        buffers = StaticBuffers(program.form.inputs, sizes)
         title = f"{program.name}, {key}"
-        held = _Held(self._executor.capture(lambda: program.run(buffers), title), buffers)
+        held = _Held(self._executor.capture(lambda: program.run(buffers.tensors), title), buffers)
         self._held[program.name, key] = held
         self.stats.num_captures += 1
         self.stats.num_bytes += held.capture.num_bytes

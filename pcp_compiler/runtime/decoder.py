@@ -20,7 +20,7 @@ from pcp_compiler.runtime.captures import Captures, CaptureStats, pick_executor
 from pcp_compiler.runtime.generation import Event, Generation, OnTokens, check_prompt
 from pcp_compiler.runtime.judge import Judgement, judge
 from pcp_compiler.runtime.kv_blocks import BlockPool
-from pcp_compiler.runtime.layout import StepIndex, live_batch, partition_step, step_index, to_tensor
+from pcp_compiler.runtime.layout import StepIndex, host_tensor, live_batch, partition_step, step_index
 from pcp_compiler.runtime.metrics import AcceptanceStats, explain_low_acceptance
 from pcp_compiler.runtime.proposer import Proposal, Sampled
 from pcp_compiler.runtime.request import Request
@@ -99,7 +99,7 @@ class SpeculativeDecoder:
         if step is None:
             return []
         partition = partition_step(step.batch, self.config.parallel)
-        index = step_index(step.batch, partition, self.target.block_size, self._device)
+        index = step_index(step.batch, partition, self.target.block_size)
         hidden, logits = self._run_target(step.batch, index)
         previous = [self._proposals.get(rows.request.request_id) for rows in step.rows]
         verdict = judge(
@@ -196,9 +196,9 @@ class SpeculativeDecoder:
     def _run_target(self, batch: Batch, index: StepIndex) -> tuple[list[Tensor], Tensor]:
         """Return the hidden states of each rank (one entry when rows are whole) and the logits [L, V] of rank 0."""
         inputs = {
-            "input_ids": to_tensor(batch.input_ids, self._device)[None],
-            "position_ids": to_tensor(batch.positions, self._device)[None],
-            "logit_rows": to_tensor(batch.logit_rows, self._device),
+            "input_ids": host_tensor(batch.input_ids)[None],
+            "position_ids": host_tensor(batch.positions)[None],
+            "logit_rows": host_tensor(batch.logit_rows),
         }
         if index.partition is None:
             live = live_batch(batch, self.limits.max_model_len)

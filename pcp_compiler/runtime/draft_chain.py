@@ -18,7 +18,7 @@ from pcp_compiler.pipeline import Lowered
 from pcp_compiler.plan.dispatch import LiveBatch, context_bound
 from pcp_compiler.runtime.cached_model import CachedModel
 from pcp_compiler.runtime.captures import CapturedProgram
-from pcp_compiler.runtime.layout import to_tensor
+from pcp_compiler.runtime.layout import host_tensor, to_tensor
 from pcp_compiler.runtime.sampling import SamplingRows, draft_keys
 
 
@@ -71,6 +71,7 @@ class DraftChains:
         self.lowered: dict[int, Lowered] = {}
         """By K."""
         self.counts = MetadataCounts()
+        self._num_calls: dict[int, tuple[int, int]] = {}  # builds and advances of a proposal, by K
         self._model = model
         self._is_greedy = is_greedy
         self._max_model_len = max_model_len
@@ -86,7 +87,11 @@ class DraftChains:
                     row_input="logit_rows",
                 ),
             )  # fmt: skip
-            self.lowered[num_draft_tokens] = self._model.lower(phase)
+            self.lowered[num_draft_tokens] = lowered = self._model.lower(phase)
+            self._num_calls[num_draft_tokens] = (
+                len(list(calls(lowered.program.graph_module, BUILD_METADATA))),
+                len(list(calls(lowered.program.graph_module, ADVANCE_METADATA))),
+            )
         return self.lowered[num_draft_tokens]
 
     def captured(self) -> list[CapturedProgram]:
@@ -101,7 +106,6 @@ class DraftChains:
     def run(self, num_draft_tokens: int, start: ChainStart, options: SamplingRows) -> tuple[Tensor, Tensor | None]:
         """Return draft tokens [R, K] and, unless drafts are greedy, the distributions they came from, [R, K, V]."""
         lowered = self.lower(num_draft_tokens)
-        graph_module = lowered.program.graph_module
         bound = chain_bound(start.seq_lens, num_draft_tokens, self._max_model_len)
         ids, *probs = self._model.run_whole(
             self._inputs(num_draft_tokens, start, options), self._index(num_draft_tokens, start, bound),
@@ -109,23 +113,24 @@ class DraftChains:
             LiveBatch("draft", len(start.positions), len(start.positions), 1, bound, num_draft_tokens),
         )  # fmt: skip
         self.counts.num_proposals += 1
-        self.counts.builds += sum(1 for _ in calls(graph_module, BUILD_METADATA))
-        self.counts.advances += sum(1 for _ in calls(graph_module, ADVANCE_METADATA))
+        num_builds, num_advances = self._num_calls[num_draft_tokens]
+        self.counts.builds += num_builds
+        self.counts.advances += num_advances
         return ids, probs[0] if probs else None
 
     def _inputs(self, num_draft_tokens: int, start: ChainStart, options: SamplingRows) -> Mapping[str, Tensor]:
-        positions = to_tensor(start.positions, start.logits.device)
-        inputs = {LOGITS: start.logits, "hidden": start.hidden[None], "positions": positions[None]}
+        inputs = {LOGITS: start.logits, "hidden": start.hidden[None], "positions": host_tensor(start.positions)[None]}
         if not self._is_greedy:
+            positions = to_tensor(start.positions, start.logits.device)
             steps = torch.arange(num_draft_tokens, device=positions.device)[:, None]
             inputs |= {TEMPERATURE: options.temperature, KEYS: draft_keys(options.seeds, positions, steps)}
         return inputs
 
     def _index(self, num_draft_tokens: int, start: ChainStart, bound: int) -> Mapping[str, Tensor]:
-        device, num_requests = start.logits.device, len(start.positions)
+        num_requests = len(start.positions)
         ends = np.minimum(start.positions + num_draft_tokens - 1, self._max_model_len)
         assert ends.max() <= bound, "a chain starts behind the positions of its batch"
         last_blocks = start.block_tables[np.arange(num_requests), np.maximum(ends - 1, 0) // self._model.block_size]
         assert num_draft_tokens == 1 or (last_blocks > 0).all(), "a position of the chain has no KV block"
         num_blocks = -(-bound // self._model.block_size)
-        return {BLOCK_TABLES: to_tensor(start.block_tables[:, :num_blocks], device)}
+        return {BLOCK_TABLES: host_tensor(start.block_tables[:, :num_blocks])}

@@ -1,5 +1,7 @@
 """Index inputs of a step: where each row is stored and what it may read, of the whole batch and of each rank.
 
+They are made on the host; who runs a program brings them to its device.
+
 Everything is copied out of the batch: what one model's programs do to their inputs never reaches another's.
 """
 
@@ -18,7 +20,7 @@ from pcp_compiler.passes.attach_kv import BLOCK_TABLES, SLOTS, SPANS
 from pcp_compiler.plan.dispatch import LiveBatch, context_bound
 from pcp_compiler.plan.partition import Partition, partition_batch
 from pcp_compiler.ranks import index_tensors
-from pcp_compiler.runtime.batch import Batch, SpanRow, local_view
+from pcp_compiler.runtime.batch import Batch, local_view
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,28 +54,24 @@ def partition_step(batch: Batch, parallel: ParallelConfig) -> Partition | None:
     )  # fmt: skip
 
 
-def step_index(batch: Batch, partition: Partition | None, block_size: int, device: torch.device) -> StepIndex:
-    """Return the index inputs of a step; block tables are as wide as its longest request is long."""
+def step_index(batch: Batch, partition: Partition | None, block_size: int) -> StepIndex:
+    """Return the index inputs of a step, on the host; block tables are as wide as its longest request is long."""
     num_blocks = -(-int(batch.seq_lens.max()) // block_size)
+    (requests,) = batch.query_lens.nonzero()
+    spans = np.stack([requests, batch.query_start[requests], batch.query_lens[requests], batch.seq_lens[requests]], 1)
     whole = {
-        SLOTS: to_tensor(batch.slots, device),
-        BLOCK_TABLES: to_tensor(batch.block_tables[:, :num_blocks], device),
-        SPANS: spans_tensor(
-            SpanRow(request, int(start), int(length), int(seq_len))
-            for request, (start, length, seq_len) in enumerate(
-                zip(batch.query_start[:-1], batch.query_lens, batch.seq_lens, strict=True)
-            )
-            if length
-        ).to(device),
+        SLOTS: host_tensor(batch.slots),
+        BLOCK_TABLES: host_tensor(batch.block_tables[:, :num_blocks]),
+        SPANS: host_tensor(spans),
     }
     if partition is None:
         return StepIndex(whole, (), None)
     ranks = tuple(
         {
-            **index_tensors(partition, rank, device),
+            **index_tensors(partition, rank, torch.device("cpu")),
             SLOTS: whole[SLOTS],
             BLOCK_TABLES: whole[BLOCK_TABLES],
-            SPANS: spans_tensor(local_view(batch, partition, rank).spans).to(device),
+            SPANS: spans_tensor(local_view(batch, partition, rank).spans),
         }
         for rank in range(len(partition.per_rank))
     )
@@ -83,6 +81,11 @@ def step_index(batch: Batch, partition: Partition | None, block_size: int, devic
 def spans_tensor(spans: Iterable[tuple[int, ...]]) -> Tensor:
     """Return spans as [N, 4] int64 on the host."""
     return torch.tensor([tuple(span) for span in spans], dtype=torch.int64).reshape(-1, 4)
+
+
+def host_tensor(values: NDArray[np.number]) -> Tensor:
+    """Return a copy of an array."""
+    return torch.from_numpy(values.copy())
 
 
 def to_tensor(values: NDArray[np.number], device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from pcp_compiler.drafters.base import Drafter
 from pcp_compiler.plan.draft import DraftPlan
 from pcp_compiler.runtime.batch import Batch, RequestRows, build_batch
 from pcp_compiler.runtime.cached_model import CachedModel, CompileCache
-from pcp_compiler.runtime.layout import live_batch, partition_step, step_index
+from pcp_compiler.runtime.layout import host_tensor, live_batch, partition_step, step_index
 from pcp_compiler.runtime.proposer import DRAFT_TOKEN_INPUTS, ChainProposer, Proposal, Sampled, example_rows
 from pcp_compiler.runtime.rows import DraftModelRows
 from pcp_compiler.runtime.scheduler import Step
@@ -52,13 +52,13 @@ class ModelProposer(ChainProposer):
         if not batch.num_tokens:
             return proposals
         inputs = {
-            "next_ids": self._tensor(batch.input_ids)[None],
+            "next_ids": host_tensor(batch.input_ids)[None],
             "hidden": self._nothing.expand(1, batch.num_tokens, 0),
-            "positions": self._tensor(batch.positions)[None],
-            "logit_rows": self._tensor(batch.logit_rows),
+            "positions": host_tensor(batch.positions)[None],
+            "logit_rows": host_tensor(batch.logit_rows),
         }
         partition = partition_step(batch, self._parallel)
-        index = step_index(batch, partition, self.model.block_size, self._device)
+        index = step_index(batch, partition, self.model.block_size)
         self.chains.counts.first_builds += 1  # its rows are not the target's
         if partition is None:
             live = live_batch(batch, self.max_model_len)

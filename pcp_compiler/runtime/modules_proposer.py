@@ -20,7 +20,7 @@ from pcp_compiler.plan.dispatch import LiveBatch
 from pcp_compiler.plan.draft import DraftPlan
 from pcp_compiler.runtime.batch import Batch, RequestRows, build_batch
 from pcp_compiler.runtime.cached_model import CachedModel, CompileCache
-from pcp_compiler.runtime.layout import StepIndex, live_batch, partition_step, step_index
+from pcp_compiler.runtime.layout import StepIndex, host_tensor, live_batch, partition_step, step_index, to_tensor
 from pcp_compiler.runtime.proposer import DRAFT_TOKEN_INPUTS, Proposal, Proposer, Sampled, example_rows
 from pcp_compiler.runtime.rows import DraftModuleRows
 from pcp_compiler.runtime.sampling import SamplingRows, sample_draft
@@ -112,18 +112,18 @@ class ModulesProposer(Proposer):
         """Return draft tokens and their distributions, one [R'] and [R', V] per module."""
         batch = window.batch
         partition = partition_step(batch, self._parallel)
-        index = step_index(batch, partition, self.models[0].block_size, self._device)
+        index = step_index(batch, partition, self.models[0].block_size)
         live = live_batch(batch, self.max_model_len)
         hidden = [window.hidden] * (1 if partition is None else self._parallel.pcp_size)
         options = SamplingRows.from_params(self._params(step, going_on), self._device) if len(going_on) else None
-        starts = self._tensor(batch.seq_lens[going_on])
+        starts = to_tensor(batch.seq_lens[going_on], self._device)
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
         for number, model in enumerate(self.models):
             inputs = {
-                "next_ids": self._tensor(_shifted_ids(window, number, going_on, tokens))[None],
-                "positions": self._tensor(batch.positions)[None],
-                "logit_rows": self._tensor(batch.logit_rows),
+                "next_ids": host_tensor(_shifted_ids(window, number, going_on, tokens))[None],
+                "positions": host_tensor(batch.positions)[None],
+                "logit_rows": host_tensor(batch.logit_rows),
             }
             hidden, logits = _run(model, inputs, hidden, index, live)
             if options is not None:

@@ -17,7 +17,7 @@ from pcp_compiler.runtime.batch import Batch
 from pcp_compiler.runtime.cached_model import CachedModel, CompileCache
 from pcp_compiler.runtime.captures import CapturedProgram
 from pcp_compiler.runtime.draft_chain import ChainStart, DraftChains
-from pcp_compiler.runtime.layout import StepIndex, live_batch, step_index, to_tensor
+from pcp_compiler.runtime.layout import StepIndex, host_tensor, live_batch, step_index
 from pcp_compiler.runtime.rows import DraftRows
 from pcp_compiler.runtime.sampling import SamplingParams, SamplingRows
 from pcp_compiler.runtime.scheduler import Step
@@ -125,9 +125,10 @@ class Proposer(ABC):
                 [R', V].
         """
         filled = list(proposals)
+        drafts = torch.stack(tokens, 1).tolist() if tokens else [()] * len(going_on)
         for column, i in enumerate(going_on):
             kept = None if self._is_greedy else torch.stack([p[column] for p in probs])
-            made = Proposal(tuple(int(t[column]) for t in tokens), kept, filled[i].num_rows, filled[i].hidden)
+            made = Proposal(tuple(drafts[column]), kept, filled[i].num_rows, filled[i].hidden)
             limit = self._max_positions
             filled[i] = made if limit is None else made.take(max(0, limit - int(positions[i])))
         return filled
@@ -138,8 +139,6 @@ class Proposer(ABC):
             return [SamplingParams(p.max_new_tokens, seed=p.seed) for p in params]
         return params
 
-    def _tensor(self, values: np.ndarray) -> Tensor:
-        return to_tensor(values, self._device)
 
 
 class ChainProposer(Proposer):
@@ -203,9 +202,9 @@ class MTPProposer(ChainProposer):
         """See `Proposer`."""
         batch, going_on, last_rows = step.batch, sampled.going_on, sampled.last_rows
         inputs = {
-            "next_ids": self._tensor(self._next_ids(step, sampled.token_ids))[None],
-            "positions": self._tensor(batch.positions)[None],
-            "logit_rows": self._tensor(last_rows[going_on]),
+            "next_ids": host_tensor(self._next_ids(step, sampled.token_ids))[None],
+            "positions": host_tensor(batch.positions)[None],
+            "logit_rows": host_tensor(last_rows[going_on]),
         }
         recycled, logits = self._first_pass(batch, inputs, sampled)
         proposals = [Proposal()] * len(step.rows)
@@ -236,7 +235,7 @@ class MTPProposer(ChainProposer):
             return results[0], results[1]
         index = sampled.index
         if self.mode == "replicated":
-            index = step_index(batch, None, self.model.block_size, self._device)
+            index = step_index(batch, None, self.model.block_size)
             self.chains.counts.first_builds += 1
         live = live_batch(batch, self.max_model_len)
         results = self.model.run_whole({**inputs, "hidden": sampled.hidden[0]}, index.whole, live=live)

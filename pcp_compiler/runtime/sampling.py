@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -82,12 +83,17 @@ class SamplingRows:
     @classmethod
     def from_params(cls, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> SamplingRows:
         """Return the options of these requests, one row each; they must have seeds, see `SamplingParams.with_seed`."""
+        return cls._of(tuple(params), torch.device(device))
+
+    @classmethod
+    @functools.lru_cache(maxsize=64)  # the same requests come step after step
+    def _of(cls, params: tuple[SamplingParams, ...], device: torch.device) -> SamplingRows:
         seeds = [option.seed for option in params]
         assert None not in seeds, f"request {seeds.index(None)} of the batch has no seed yet"
         top_k, top_p = [option.top_k for option in params], [option.top_p for option in params]
 
         def column(values: Sequence[float | None], dtype: type[np.number]) -> Tensor:
-            return to_tensor(np.array(values, dtype=dtype), torch.device(device))
+            return to_tensor(np.array(values, dtype=dtype), device)
 
         return cls(
             temperature=column([option.temperature for option in params], np.float32),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, fx
@@ -25,6 +26,8 @@ from pcp_compiler.runtime.batch import PAD_SLOT
 from pcp_compiler.torch_private import size_expression
 
 Sizes = Mapping[str, int]
+ALIGNMENT = 16
+"""Bytes; enough for any type, and for wide loads."""
 
 INDEX_DIMS: Mapping[str, tuple[str | None, ...]] = {
     SLOTS: ("rows",), SPANS: ("spans", None), BLOCK_TABLES: ("requests", "kv_blocks"),
@@ -57,6 +60,44 @@ class StaticInput:
             for dim, size in enumerate(value.shape):
                 buffer = buffer.narrow(dim, 0, size)
         buffer.copy_(value)
+
+
+class StaticBuffers:
+    """The static inputs of one capture. Integers lie side by side, so that a batch reaches the device in one copy.
+
+    Args:
+        sizes: what there is room for.
+    """
+
+    def __init__(self, inputs: Sequence[StaticInput], sizes: Sizes) -> None:
+        self.tensors = {entry.name: entry.allocate(sizes) for entry in inputs}
+        self._inputs = tuple(inputs)
+        staged = [entry for entry in inputs if not entry.dtype.is_floating_point]
+        ends = list(accumulate(-(-self.tensors[entry.name].nbytes // ALIGNMENT) * ALIGNMENT for entry in staged))
+        device = inputs[0].device
+        self._arena = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, device=device)
+        self._staging = torch.empty(self._arena.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._staged: dict[str, Tensor] = {}
+        for entry, start in zip(staged, [0, *ends], strict=False):
+            self._staged[entry.name] = _view_bytes(self._staging, start, self.tensors[entry.name])
+            self._staged[entry.name].fill_(entry.pad)
+            self.tensors[entry.name] = _view_bytes(self._arena, start, self.tensors[entry.name])
+        self._arena.copy_(self._staging)
+
+    def fill(self, values: Mapping[str, Tensor]) -> None:
+        """Put a batch's values in. What is on the host may change only after the device has caught up."""
+        on_host = {entry.name for entry in self._inputs if values[entry.name].device.type == "cpu"} & set(self._staged)
+        for entry in self._inputs:
+            if entry.name in on_host:
+                entry.fill(self._staged[entry.name], values[entry.name])
+        self._arena.copy_(self._staging, non_blocking=True)
+        for entry in self._inputs:
+            if entry.name not in on_host:
+                entry.fill(self.tensors[entry.name], values[entry.name])
+
+
+def _view_bytes(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def repaired_interpreter() -> Iterator[None]:
 
 
 def _is_rounding(x: Any, dtype: Any) -> bool:
-    return x.dtype.scalar == tl.float32 and dtype.scalar == tl.bfloat16
+    return bool(x.dtype.scalar == tl.float32 and dtype.scalar == tl.bfloat16)
 
 
 def _round(x: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,10 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pcp_compiler import kv_formats, kv_ops, ops
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-
 from pcp_compiler.kernels.paged_attention import (
     MAX_SPLITS,
     MIN_SPLIT_LEN,
@@ -317,13 +312,24 @@ def test_rows_of_a_prompt_without_a_cache(
     sinks = torch.randn(6, device=DEVICE) if has_sinks else None
 
     def reference(compute: torch.dtype) -> Tensor:
+        wide_q, wide_k, wide_v = (x[None].to(compute) for x in (q, k, v))
         return ops.attention(
-            *(x[None].to(compute) for x in (q, k, v)), None, rows, layer=0, kind="sliding_window",
-            window=window or 160, scale=0.2, soft_cap=soft_cap, sinks=None if sinks is None else sinks.to(compute),
+            wide_q, wide_k, wide_v, None, rows, layer=0, kind="sliding_window", window=window or 160, scale=0.2,
+            soft_cap=soft_cap, sinks=None if sinks is None else sinks.to(compute),
         )[0]  # fmt: skip
 
     out = attention_rows(q, k, v, rows, scale=0.2, window=window, soft_cap=soft_cap, sinks=sinks)
     assert_exact_as_torch(out, reference(dtype), reference(torch.float64))
+
+
+def test_few_rows_of_a_long_prompt_are_split() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, heads, 32, device=DEVICE) for n, heads in ((5, 4), (1100, 2), (1100, 2)))
+    rows = torch.tensor([1099, 3, 700, 300, 0], device=DEVICE)
+    expected = ops.attention(
+        q[None], k[None], v[None], None, rows, layer=0, kind="sliding_window", window=1100, scale=0.2
+    )
+    torch.testing.assert_close(attention_rows(q, k, v, rows, scale=0.2), expected[0])
 
 
 def test_a_whole_prompt_needs_no_row_numbers() -> None:

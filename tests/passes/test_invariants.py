@@ -88,6 +88,17 @@ def lose_the_source_line(gm: fx.GraphModule) -> None:
     next(calls(gm, ops.ATTENTION)).meta.pop("stack_trace")
 
 
+def call_a_segment_without_its_argument(gm: fx.GraphModule) -> None:
+    relu = next(calls(gm, aten.relu.default))
+    graph = fx.Graph()
+    taken = graph.placeholder("x")
+    taken.meta["val"] = relu.meta["val"]
+    graph.output(())
+    gm.add_module("segment_0", fx.GraphModule({}, graph))
+    with gm.graph.inserting_after(relu):
+        gm.graph.call_module("segment_0").meta["val"] = ()
+
+
 def forward(input_ids: Tensor, table: Tensor) -> Tensor:
     x = F.embedding(input_ids, table).relu().view(1, input_ids.shape[1], 2, 8).transpose(1, 2)
     return F.scaled_dot_product_attention(x, x * 2, x * 3, is_causal=True)
@@ -103,6 +114,7 @@ BROKEN = {
     wait_for_the_tensors_of_another_gather: "collective-paired",
     freeze_the_rows: "index-is-input",
     lose_the_source_line: "source-kept",
+    call_a_segment_without_its_argument: "segment-fits",
 }
 
 
