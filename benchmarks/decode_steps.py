@@ -2,8 +2,7 @@
 
 A *decode step* generates a token per request without drafts; a *round* verifies K drafts per request and proposes new
 ones. Verify and proposal are timed by themselves, with a synchronisation around each; decode step and round run as they
-do in production. All are the median over steps. `host` is the time of a round in which no kernel of ours runs on the
-GPU's side that the CPU waits for: round minus the device time of its launches.
+do in production. All are the median over steps.
 
     python benchmarks/decode_steps.py --shape smollm2 --batch 1 8 32 --context 256 4096
 
@@ -21,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def main() -> int:
     for context, batch, numerics, mode in settings:
         row = measure(target, draft, options, context, batch, mode, numerics)
         rows.append(row)
-        console.print(f"context {context}, batch {batch}, {row.mode}: decode {row.decode:.3f} ms, round {row.round:.3f} ms")
+        console.print(f"{context} x {batch}, {row.mode}: decode {row.decode:.3f} ms, round {row.round:.3f} ms")
     if options.baselines:
         for context in options.context:
             for batch in options.batch:
@@ -247,14 +247,16 @@ def baseline(target: Any, context: int, batch: int, console: Console) -> None:
         times = []
         for number in track(range(30), description=f"transformers {name}", console=console, transient=True):
             position = torch.tensor([context + number], device=device)
-
-            def advance(token: torch.Tensor = token, position: torch.Tensor = position) -> None:
-                out = step(token, past_key_values=cache, cache_position=position, position_ids=position[None])
-                out.logits[:, -1].argmax(-1, keepdim=True)
-
-            times.append(timed(advance))
+            times.append(timed(partial(advance, step, cache, token, position)))
         console.print(f"transformers {name}, batch {batch}, context {context}: {statistics.median(times[10:]):.3f} ms")
         torch._dynamo.reset()
+
+
+def advance(step: Callable[..., Any], cache: Any, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Run one token a request, as generate does."""
+    out = step(token, past_key_values=cache, cache_position=position, position_ids=position[None])
+    best: torch.Tensor = out.logits[:, -1].argmax(-1, keepdim=True)
+    return best
 
 
 def first_of(rows: list[Row], row: Row) -> Row:

@@ -31,8 +31,8 @@ def attend(
         mask = create_block_mask(_sees(first, window), None, None, num_rows, seq_len, device=q.device)
         rows = call(
             q[:, start : start + num_rows].transpose(1, 2), k[None].transpose(1, 2), v[None].transpose(1, 2),
-            score_mod=None if soft_cap is None else _capped(torch.tensor(soft_cap, device=q.device)), block_mask=mask, scale=scale,
-            enable_gqa=q.shape[2] != k.shape[1],
+            score_mod=None if soft_cap is None else _capped(torch.tensor(soft_cap, device=q.device)),
+            block_mask=mask, scale=scale, enable_gqa=q.shape[2] != k.shape[1],
         )  # fmt: skip
         out[:, start : start + num_rows] = rows.transpose(1, 2)
     return out

@@ -7,7 +7,9 @@ A program computes one *tile*: up to BLOCK_Q rows of one span with all query hea
 BLOCK_M packed rows), over all positions they see or over one of `num_kv_splits` parts of them. Tiles are counted by
 host integers only, W // BLOCK_Q + N + 1, and find their span on the device: the tiles of span s begin at number
 first_row // BLOCK_Q + s, so no two spans meet in a tile; the last ones cover the rows of no span, which come out as 0.
-Tiles run last to first: later rows of a prompt see more, and the longest work has to start first.
+Tiles run last to first: later rows of a prompt see more, and the longest work has to start first. Without spans (rows
+of one prompt, each with its number) a tile has two programs: one for the rows that follow on its first, one for others,
+so that the border between two runs of rows does not make a tile see all that lies between them.
 
 The positions of a tile fall into three runs of whole blocks: at the window's edge, seen by all rows, at the causal
 edge. Only the first and the last are masked. There a value that is not finite is replaced by 0 and the rows that see it
@@ -41,7 +43,11 @@ NUM_SMS = 132
 """Multiprocessors of an H100 or H200; the stand-in where no device can be asked."""
 MAX_SPLITS = 128
 MIN_SPLIT_LEN = 256
-"""Positions below which a split costs more to merge than it saves."""
+"""Positions below which a split costs more to merge than it saves, where programs are few."""
+MIN_EVENING_LEN = 4096
+"""The same where they are enough, and a split only makes the last round of programs shorter."""
+EVEN_ROUNDS = 3
+"""Rounds of programs from which on the last one matters little."""
 
 _TINY = tl.constexpr(1.0e-30)
 _SPAN_WIDTH = tl.constexpr(4)
@@ -426,7 +432,7 @@ def pick_tile_shape(packed_rows: int, head_dim: int, item_bytes: int, is_in_orde
         block_m, block_n = 16 if packed_rows <= 16 else 32, 128 if head_dim <= 128 else 64
         return TileShape(block_m, block_n, 4, 3, 3) if head_dim <= 64 else TileShape(block_m, block_n, 4, 2, 2)
     if head_dim <= 64:
-        return TileShape(64, 64, 4, 4, 2)
+        return TileShape(64, 64, 4, 4 if is_in_order else 3, 2)
     if packed_rows <= 64 or (packed_rows <= 4096 and is_in_order):
         return TileShape(64, 64, 4, 3 if head_dim <= 128 else 2, 2)
     if head_dim <= 128 and is_in_order:
@@ -442,13 +448,15 @@ def num_kv_splits(num_tiles: int, kv_bound: int, shape: TileShape, num_sms: int 
         kv_bound: the most positions that a row can see.
         num_sms: multiprocessors of the device.
     Returns:
-        1 where the tiles fill the device (large ones: half of it) or the rows see little; else the smallest number that
-        keeps 90 % of the device's places busy in every round, or the one that keeps most busy.
+        1 where the tiles fill the device or the rows see little; else the smallest number that keeps 90 % of the
+        device's places busy in every round, or the one that keeps most busy. Large tiles that fill half of the device
+        are split for `EVEN_ROUNDS` rounds only.
     """
     places = num_sms * shape.programs_per_sm
+    if shape.block_m >= 64 and num_tiles >= places // 2:
+        return max(1, min(EVEN_ROUNDS * places // max(num_tiles, 1), kv_bound // MIN_EVENING_LEN))
     most = min(MAX_SPLITS, kv_bound // MIN_SPLIT_LEN)
-    enough = places if shape.block_m < 64 else places // 2
-    if num_tiles >= enough or num_tiles == 0 or most <= 1:
+    if num_tiles >= places or num_tiles == 0 or most <= 1:
         return 1
 
     def busy(splits: int) -> float:

@@ -18,11 +18,12 @@ from pcp_compiler.passes.attach_kv import SLOTS
 from pcp_compiler.pipeline import Lowered, lower
 from pcp_compiler.plan.captures import CapturePhase
 from pcp_compiler.plan.dispatch import LiveBatch
-from pcp_compiler.program import RankProgram
+from pcp_compiler.program import RankProgram, SegmentRunner
 from pcp_compiler.ranks import ExecutedCollective, run_lockstep
-from pcp_compiler.runtime.batch import PAD_SLOT
+from pcp_compiler.runtime.batch import PAD_SLOT, Batch
 from pcp_compiler.runtime.captures import CapturedProgram, Captures
-from pcp_compiler.runtime.layout import StepIndex
+from pcp_compiler.runtime.layout import StepIndex, live_batch, partition_step, step_index, widen
+from pcp_compiler.runtime.pieces import Pieces
 from pcp_compiler.runtime.static_inputs import describe
 from pcp_compiler.trace import ModuleTrace, trace_module
 
@@ -64,9 +65,9 @@ class CompileCache:
     def lower(self, traced: ModuleTrace, config: Config, phase: Phase) -> Lowered:
         """Return the program of a trace for a phase, made now or before.
 
-        Limits and draft options reach a program through its phase alone; the passes do not get to see them.
+        Limits, draft and capture options reach a program through its phase alone; the passes do not see them.
         """
-        own = Config(**config.model_dump(exclude={"limits", "draft"}))
+        own = Config(**config.model_dump(exclude={"limits", "draft", "capture"}))
         key = (id(traced), own, phase)
         if key not in self._programs:
             self._programs[key] = traced, lower(traced.trace, own, phase=phase)
@@ -92,6 +93,8 @@ class CachedModel:
         self.executed: list[ExecutedCollective] = []
         self.caches: list[dict[str, Tensor]] = []
         self.captures: Captures | None = None
+        self._split: dict[str, Lowered] = {}
+        self._pieces: dict[str, list[Pieces]] = {}
         self._tokens = tuple(tokens)
         self._captured: dict[int, CapturedProgram] = {}
         self._module = module
@@ -101,7 +104,8 @@ class CachedModel:
         self.traced = compile_cache.trace(module, example, tokens)
         self._config = config
         self.block_size = block_size = config.limits.kv_block_size
-        self.whole = self.lower(Phase(f"{name}, whole", is_sharded=False, block_size=block_size))
+        self._phases = {"whole": Phase(f"{name}, whole", is_sharded=False, block_size=block_size)}
+        self.whole = self.lower(self._phases["whole"])
         self.few_rows = self.whole
         """For steps of decode rows."""
         if config.numerics == "fast":
@@ -110,12 +114,12 @@ class CachedModel:
             )
         self.sharded: Lowered | None = None
         if self.pcp_size > 1:
-            phase = Phase(
+            self._phases["sharded"] = Phase(
                 f"{name}, sharded", block_size=block_size,
                 local_inputs=frozenset() if local_input is None else frozenset({local_input}),
                 local_outputs=frozenset() if local_output is None else frozenset({local_output}),
             )  # fmt: skip
-            self.sharded = self.lower(phase)
+            self.sharded = self.lower(self._phases["sharded"])
 
     def lower(self, phase: Phase) -> Lowered:
         """Return a program of the module for another phase; it runs with the same weights and caches."""
@@ -127,6 +131,8 @@ class CachedModel:
         self._weights = [*self._module.parameters(), *self._module.buffers()]  # the order of the programs' inputs
         if self.captures is not None:
             self.captures.drop()
+            if self._pieces:
+                self._make_pieces()
 
     def bytes_per_slot(self, dtype: torch.dtype | None) -> int:
         """Return the memory of one KV slot over all layers."""
@@ -160,14 +166,65 @@ class CachedModel:
             program: one of `lower`, default: that of the module itself.
             live: what a batch of decode rows needs of a capture; None: the batch has prompts.
         """
-        program = program or (self.whole if live is None else self.few_rows).program
         values = {**inputs, **index}
         self.counts.num_whole += 1
-        if live is not None and self.captures is not None:
-            results = self.captures.run(self._captured[id(program)], values, live)
-            if results is not None:
-                return results
-        return self._run_copies(program, values)
+        has_prompts = live is None or live.phase == "prefill"
+        program = program or (self.whole if has_prompts else self.few_rows).program
+        key = None if live is None or self.captures is None else self.captures.find(self._name_of(program), live)
+        if key is None:
+            return self._run_copies(program, values)
+        assert self.captures is not None
+        if key.is_full:
+            return self.captures.replay(self._captured[id(program)], key, values)
+        return self._run_in_pieces(values, key.capture_size)
+
+    def plan_step(self, batch: Batch, max_model_len: int) -> StepIndex:
+        """Return how a step runs: which rows on which rank, as many as a capture has, and the index inputs."""
+        parallel = self._config.parallel
+        partition = partition_step(batch, parallel)
+        live = live_batch(batch, partition, max_model_len)
+        if partition is not None and self.captures is not None and (width := self.captures.piece_rows(live)):
+            partition = widen(partition, batch, parallel, width)
+        return step_index(batch, partition, self.block_size, live)
+
+    def use_captures(self, captures: Captures) -> None:
+        """Replay what was captured. Programs that run in pieces are made here."""
+        self.captures = captures
+        if not captures.has_pieces:
+            return
+        self._split = {"whole": self.lower(replace(self._phases["whole"], is_split=True))}
+        if self.sharded is not None:
+            self._split["sharded"] = self.lower(replace(self._phases["sharded"], is_split=True))
+        self._make_pieces()
+
+    def _make_pieces(self) -> None:
+        assert self.captures is not None
+        self._pieces = {}
+        for kind, lowered in self._split.items():
+            num_ranks = len(self.caches) if kind == "whole" else self.pcp_size
+            self._pieces[kind] = [
+                self.captures.make_pieces(
+                    lowered.program, [*self._weights, *self.caches[min(rank, len(self.caches) - 1)].values()],
+                    f"{self.name}, {kind}",
+                )
+                for rank in range(num_ranks)
+            ]  # fmt: skip
+
+    def _name_of(self, program: RankProgram) -> str:
+        found = self._captured.get(id(program))
+        return self.name if found is None else found.name
+
+    def _run_in_pieces(self, values: Mapping[str, Tensor], capture_size: int) -> Sequence[Any]:
+        """Run all rows on every rank, padded to a capture size."""
+        program = self._split["whole"].program
+        form = describe(program, len(self._weights), self._tokens)
+        sizes = form.live_sizes(values)
+        padded = form.pad_rows(_Mover(self._weights[0].device)(values), capture_size)
+        results = [
+            self._run([self._start(program, padded, padded, rank, pieces.runner(capture_size))])[0]
+            for rank, pieces in enumerate(self._pieces["whole"])
+        ]
+        return form.cut(results[0], sizes)
 
     def may_capture(
         self, program: RankProgram, phases: tuple[CapturePhase, ...], *, name: str, logit_rows: str = "rows",
@@ -194,11 +251,16 @@ class CachedModel:
     def run_sharded(self, inputs: Sequence[Mapping[str, Tensor]], step: StepIndex) -> list[Sequence[Any]]:
         """Run each rank's rows; return the results of every rank."""
         assert self.sharded is not None and step.partition is not None
-        program = self.sharded.program
+        runners: list[SegmentRunner | None] = [None] * self.pcp_size
+        program, width = self.sharded.program, step.partition.width
+        key = None if self.captures is None else self.captures.find(f"{self.name}, sharded", step.live)
+        if key is not None and key.capture_size == width:
+            program = self._split["sharded"].program
+            runners = [pieces.runner(width) for pieces in self._pieces["sharded"]]
         move = _Mover(self._weights[0].device)
         results = self._run(
             [
-                self._start(program, move(inputs[rank]), move(step.ranks[rank]), rank)
+                self._start(program, move(inputs[rank]), move(step.ranks[rank]), rank, runners[rank])
                 for rank in range(self.pcp_size)
             ]
         )
@@ -211,13 +273,16 @@ class CachedModel:
         self.counts.num_collectives += len(ran)
         return results
 
-    def _start(self, program: RankProgram, inputs: Mapping[str, Tensor], index: Mapping[str, Tensor], rank: int) -> Any:
+    def _start(
+        self, program: RankProgram, inputs: Mapping[str, Tensor], index: Mapping[str, Tensor], rank: int,
+        run: SegmentRunner | None = None,
+    ) -> Any:  # fmt: skip
         is_shared = len(self.caches) == 1
         if is_shared and rank > 0:
             index = {**index, SLOTS: torch.full_like(index[SLOTS], PAD_SLOT)}
         cache = self.caches[0 if is_shared else rank]
         names = program.input_names[len(self._weights) :]
-        return program.start([*self._weights, *(inputs[name] for name in names)], {**index, **cache})
+        return program.start([*self._weights, *(inputs[name] for name in names)], {**index, **cache}, run)
 
     def _run(self, programs: list[Any]) -> list[Sequence[Any]]:
         with torch.no_grad():

@@ -20,6 +20,8 @@ from pcp_compiler.config import CaptureConfig
 from pcp_compiler.errors import ConfigError
 from pcp_compiler.plan.captures import CaptureKey, CapturePhase
 from pcp_compiler.plan.dispatch import Dispatcher, LiveBatch, check_cover
+from pcp_compiler.program import RankProgram
+from pcp_compiler.runtime.pieces import Pieces
 from pcp_compiler.runtime.static_inputs import Sizes, StaticBuffers, StaticForm
 
 log = logging.getLogger(__name__)
@@ -43,11 +45,23 @@ class CaptureStats:
     """Rows of all replays, without padding."""
     num_pad_rows: int = 0
     """Padding of all replays."""
+    pieces: list[Pieces] = field(default_factory=list)
+    """Of each split program and rank."""
 
     @property
     def num_replays(self) -> int:
-        """Replays of whole programs."""
+        """Runs of programs that were replayed, whole or in pieces."""
         return self.hits.total()
+
+    @property
+    def num_piece_captures(self) -> int:
+        """Pieces that were captured, on all ranks of this process."""
+        return sum(pieces.num_captures for pieces in self.pieces)
+
+    @property
+    def num_piece_replays(self) -> int:
+        """Replays of single pieces, on all ranks of this process."""
+        return sum(pieces.num_replays for pieces in self.pieces)
 
     @property
     def pad_waste(self) -> float:
@@ -91,28 +105,41 @@ class Captures:
         self._block_size = block_size
         self._held: dict[tuple[str, CaptureKey], _Held] = {}
 
-    def run(
-        self, program: CapturedProgram, values: Mapping[str, Tensor], live: LiveBatch
-    ) -> list[Tensor] | None:  # fmt: skip
-        """Replay the capture that covers a batch, which is made now if it was dropped; None: no capture covers it.
+    def find(self, name: str, live: LiveBatch) -> CaptureKey | None:
+        """Return the key that covers a batch of a program, and count it; None: it runs eagerly."""
+        dispatch = self._dispatcher.find(live)
+        if dispatch.key is None:
+            self._count_miss(name, dispatch.reason)
+            return None
+        check_cover(dispatch.key, live)
+        self.stats.hits[f"{name}: {dispatch.key}"] += 1
+        self.stats.num_rows += live.num_rows
+        self.stats.num_pad_rows += dispatch.num_pad_rows
+        return dispatch.key
+
+    def piece_rows(self, live: LiveBatch) -> int | None:
+        """Return the capture size that the pieces of a batch would replay; None if it has no pieces."""
+        key = self._dispatcher.find(live).key
+        return None if key is None or key.is_full else key.capture_size
+
+    def replay(self, program: CapturedProgram, key: CaptureKey, values: Mapping[str, Tensor]) -> list[Tensor]:
+        """Replay the capture of a whole program, which is made now if it was dropped.
 
         Args:
             values: the batch's inputs, index inputs among them.
         Returns:
             Copies of the results, without padding.
         """
-        dispatch = self._dispatcher.find(live)
-        if dispatch.key is None:
-            self._count_miss(program.name, dispatch.reason)
-            return None
-        check_cover(dispatch.key, live)
-        held = self._held.get((program.name, dispatch.key)) or self.capture(program, dispatch.key)
+        held = self._held.get((program.name, key)) or self.capture(program, key)
         held.buffers.fill(values)
         held.capture.replay()
-        self.stats.hits[f"{program.name}: {dispatch.key}"] += 1
-        self.stats.num_rows += live.num_rows
-        self.stats.num_pad_rows += dispatch.num_pad_rows
         return program.form.cut(held.capture.outputs, program.form.live_sizes(values))
+
+    def make_pieces(self, program: RankProgram, fixed: Sequence[Tensor], name: str) -> Pieces:
+        """Return the pieces of a program on one rank; they are captured when they first run."""
+        pieces = Pieces(program, self._executor, fixed, name)
+        self.stats.pieces.append(pieces)
+        return pieces
 
     def capture(self, program: CapturedProgram, key: CaptureKey) -> _Held:
         """Capture a program at the sizes of a key, over inputs that are all padding, so that no KV is written."""
@@ -128,14 +155,20 @@ class Captures:
 
     def capture_all(self, programs: Sequence[CapturedProgram]) -> None:
         """Capture each program at the keys of its phases, the largest first: it sizes the memory that all share."""
-        todo = [(program, key) for key in self.keys for program in programs if program.takes(key)]
+        full = [key for key in self.keys if key.is_full]
+        todo = [(program, key) for key in full for program in programs if program.takes(key)]
         console = Console(stderr=True)
         with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
             for program, key in bar.track(todo, description="capturing"):
                 self.capture(program, key)
 
+    @property
+    def has_pieces(self) -> bool:
+        """Whether some steps replay piece by piece."""
+        return any(not key.is_full for key in self.keys)
+
     def drop(self) -> None:
-        """Forget all captures: what they read, weights or caches, lies elsewhere now."""
+        """Forget the captures of whole programs: what they read, weights or caches, lies elsewhere now."""
         self._held.clear()
 
     def _count_miss(self, name: str, reason: str) -> None:

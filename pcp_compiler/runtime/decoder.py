@@ -20,7 +20,7 @@ from pcp_compiler.runtime.captures import Captures, CaptureStats, pick_executor
 from pcp_compiler.runtime.generation import Event, Generation, OnTokens, check_prompt
 from pcp_compiler.runtime.judge import Judgement, judge
 from pcp_compiler.runtime.kv_blocks import BlockPool
-from pcp_compiler.runtime.layout import StepIndex, host_tensor, live_batch, partition_step, step_index
+from pcp_compiler.runtime.layout import StepIndex, host_tensor
 from pcp_compiler.runtime.metrics import AcceptanceStats, explain_low_acceptance
 from pcp_compiler.runtime.proposer import Proposal, Sampled
 from pcp_compiler.runtime.request import Request
@@ -98,8 +98,7 @@ class SpeculativeDecoder:
         step = self.scheduler.schedule()
         if step is None:
             return []
-        partition = partition_step(step.batch, self.config.parallel)
-        index = step_index(step.batch, partition, self.target.block_size)
+        index = self.target.plan_step(step.batch, self.limits.max_model_len)
         hidden, logits = self._run_target(step.batch, index)
         previous = [self._proposals.get(rows.request.request_id) for rows in step.rows]
         verdict = judge(
@@ -159,19 +158,19 @@ class SpeculativeDecoder:
             limits.max_num_requests, limits.max_num_tokens, limits.max_model_len, self._schedule,
             pcp_size=self.config.parallel.pcp_size, shard_decode=self.config.parallel.shard_decode,
         )  # fmt: skip
-        phases: list[CapturePhase] = ["decode", "verify", "draft"] if self.proposer else ["decode"]
+        phases: list[CapturePhase] = ["prefill", "decode", *(("verify", "draft") if self.proposer else ())]
         plan = plan_captures(
             section.mode, phases, bounds, sizes=section.sizes, context_buckets=section.context_buckets,
             memory_mb=section.memory_mb, estimate_bytes=self._estimate_bytes,
         )  # fmt: skip
         for line in (*plan.describe(), *plan.notes):
             log.info("%s", line)
-        for key in unreachable_keys(plan.keys, bounds):
+        for key in unreachable_keys([key for key in plan.keys if key.is_full], bounds):
             log.warning("capture %s: no batch within the limits replays it", key)
         captures = Captures(executor, plan.keys, self.target.block_size)
         programs = [self.target.may_capture(self.target.few_rows.program, ("decode", "verify"), name="target")]
         for model in (self.target, *(self.proposer.models if self.proposer else ())):
-            model.captures = captures
+            model.use_captures(captures)
         captures.capture_all(programs + (self.proposer.captured() if self.proposer else []))
         return captures
 
@@ -201,8 +200,7 @@ class SpeculativeDecoder:
             "logit_rows": host_tensor(batch.logit_rows),
         }
         if index.partition is None:
-            live = live_batch(batch, self.limits.max_model_len)
-            hidden, logits = self.target.run_whole(inputs, index.whole, live=live)
+            hidden, logits = self.target.run_whole(inputs, index.whole, live=index.live)
             return [hidden], logits
         results = self.target.run_sharded([inputs] * self.config.parallel.pcp_size, index)
         return [hidden for hidden, _ in results], results[0][1]

@@ -30,15 +30,26 @@ class StepIndex:
     whole: Mapping[str, Tensor]
     ranks: tuple[Mapping[str, Tensor], ...]
     partition: Partition | None
+    live: LiveBatch
+    """What the step needs of a capture."""
 
 
-def live_batch(batch: Batch, max_model_len: int) -> LiveBatch | None:
-    """Return what a step needs of a capture that holds the whole program; None for one with prompts, which has none."""
+def live_batch(batch: Batch, partition: Partition | None, max_model_len: int) -> LiveBatch:
+    """Return what a step needs of a capture. All steps with prompts count as prefills: they run the same program."""
     phase = batch.phase
-    if phase not in ("decode", "verify"):
-        return None
-    context = context_bound(batch.seq_lens, max_model_len=max_model_len)
-    return LiveBatch(phase, batch.num_tokens, batch.num_requests, int(batch.query_lens.max()), context)
+    num_rows = batch.num_tokens if partition is None else partition.width
+    return LiveBatch(
+        "prefill" if phase == "mixed" else phase, num_rows, batch.num_requests, int(batch.query_lens.max()),
+        context_bound(batch.seq_lens, max_model_len=max_model_len),
+    )  # fmt: skip
+
+
+def widen(partition: Partition, batch: Batch, parallel: ParallelConfig, width: int) -> Partition:
+    """Return the same partition with more rows of padding on every rank."""
+    return partition_batch(
+        batch.query_lens, batch.is_prefilling, pcp_size=parallel.pcp_size, shard_decode=parallel.shard_decode,
+        min_tokens_to_shard=parallel.min_tokens_to_shard_resolved, width=width,
+    )  # fmt: skip
 
 
 def partition_step(batch: Batch, parallel: ParallelConfig) -> Partition | None:
@@ -54,7 +65,7 @@ def partition_step(batch: Batch, parallel: ParallelConfig) -> Partition | None:
     )  # fmt: skip
 
 
-def step_index(batch: Batch, partition: Partition | None, block_size: int) -> StepIndex:
+def step_index(batch: Batch, partition: Partition | None, block_size: int, live: LiveBatch) -> StepIndex:
     """Return the index inputs of a step, on the host; block tables are as wide as its longest request is long."""
     num_blocks = -(-int(batch.seq_lens.max()) // block_size)
     (requests,) = batch.query_lens.nonzero()
@@ -65,7 +76,7 @@ def step_index(batch: Batch, partition: Partition | None, block_size: int) -> St
         SPANS: host_tensor(spans),
     }
     if partition is None:
-        return StepIndex(whole, (), None)
+        return StepIndex(whole, (), None, live)
     ranks = tuple(
         {
             **index_tensors(partition, rank, torch.device("cpu")),
@@ -75,7 +86,7 @@ def step_index(batch: Batch, partition: Partition | None, block_size: int) -> St
         }
         for rank in range(len(partition.per_rank))
     )
-    return StepIndex(whole, ranks, partition)
+    return StepIndex(whole, ranks, partition, live)
 
 
 def spans_tensor(spans: Iterable[tuple[int, ...]]) -> Tensor:

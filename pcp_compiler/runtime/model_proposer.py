@@ -13,7 +13,7 @@ from pcp_compiler.drafters.base import Drafter
 from pcp_compiler.plan.draft import DraftPlan
 from pcp_compiler.runtime.batch import Batch, RequestRows, build_batch
 from pcp_compiler.runtime.cached_model import CachedModel, CompileCache
-from pcp_compiler.runtime.layout import host_tensor, live_batch, partition_step, step_index
+from pcp_compiler.runtime.layout import host_tensor
 from pcp_compiler.runtime.proposer import DRAFT_TOKEN_INPUTS, ChainProposer, Proposal, Sampled, example_rows
 from pcp_compiler.runtime.rows import DraftModelRows
 from pcp_compiler.runtime.scheduler import Step
@@ -57,12 +57,10 @@ class ModelProposer(ChainProposer):
             "positions": host_tensor(batch.positions)[None],
             "logit_rows": host_tensor(batch.logit_rows),
         }
-        partition = partition_step(batch, self._parallel)
-        index = step_index(batch, partition, self.model.block_size)
+        index = self.model.plan_step(batch, self.max_model_len)
         self.chains.counts.first_builds += 1  # its rows are not the target's
-        if partition is None:
-            live = live_batch(batch, self.max_model_len)
-            recycled, logits = self.model.run_whole(inputs, index.whole, live=live)
+        if index.partition is None:
+            recycled, logits = self.model.run_whole(inputs, index.whole, live=index.live)
         else:
             recycled, logits = self.model.run_sharded([inputs] * self._parallel.pcp_size, index)[0]
         if not len(going_on) or num_draft_tokens == 0:

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from pcp_compiler.config import Config
 from pcp_compiler.drafters.base import Drafter
-from pcp_compiler.plan.dispatch import LiveBatch
 from pcp_compiler.plan.draft import DraftPlan
 from pcp_compiler.runtime.batch import Batch, RequestRows, build_batch
 from pcp_compiler.runtime.cached_model import CachedModel, CompileCache
-from pcp_compiler.runtime.layout import StepIndex, host_tensor, live_batch, partition_step, step_index, to_tensor
+from pcp_compiler.runtime.layout import StepIndex, host_tensor, to_tensor
 from pcp_compiler.runtime.proposer import DRAFT_TOKEN_INPUTS, Proposal, Proposer, Sampled, example_rows
 from pcp_compiler.runtime.rows import DraftModuleRows
 from pcp_compiler.runtime.sampling import SamplingRows, sample_draft
@@ -111,10 +110,8 @@ class ModulesProposer(Proposer):
     def _run_modules(self, step: Step, window: _Window, going_on: np.ndarray) -> tuple[list[Tensor], list[Tensor]]:
         """Return draft tokens and their distributions, one [R'] and [R', V] per module."""
         batch = window.batch
-        partition = partition_step(batch, self._parallel)
-        index = step_index(batch, partition, self.models[0].block_size)
-        live = live_batch(batch, self.max_model_len)
-        hidden = [window.hidden] * (1 if partition is None else self._parallel.pcp_size)
+        index = self.models[0].plan_step(batch, self.max_model_len)
+        hidden = [window.hidden] * (1 if index.partition is None else self._parallel.pcp_size)
         options = SamplingRows.from_params(self._params(step, going_on), self._device) if len(going_on) else None
         starts = to_tensor(batch.seq_lens[going_on], self._device)
         tokens: list[Tensor] = []
@@ -125,7 +122,7 @@ class ModulesProposer(Proposer):
                 "positions": host_tensor(batch.positions)[None],
                 "logit_rows": host_tensor(batch.logit_rows),
             }
-            hidden, logits = _run(model, inputs, hidden, index, live)
+            hidden, logits = _run(model, inputs, hidden, index)
             if options is not None:
                 token, chances = sample_draft(logits.float(), options, starts, number)
                 tokens.append(token)
@@ -134,11 +131,11 @@ class ModulesProposer(Proposer):
 
 
 def _run(
-    model: CachedModel, inputs: dict[str, Tensor], hidden: list[Tensor], index: StepIndex, live: LiveBatch | None
+    model: CachedModel, inputs: dict[str, Tensor], hidden: list[Tensor], index: StepIndex
 ) -> tuple[list[Tensor], Tensor]:
     """Return the hidden states that a module made, of each rank, and its logits."""
     if index.partition is None:
-        out, logits = model.run_whole({**inputs, "hidden": hidden[0]}, index.whole, live=live)
+        out, logits = model.run_whole({**inputs, "hidden": hidden[0]}, index.whole, live=index.live)
         return [out], logits
     results = model.run_sharded([{**inputs, "hidden": rows} for rows in hidden], index)
     return [out for out, _ in results], results[0][1]

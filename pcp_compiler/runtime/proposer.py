@@ -17,7 +17,7 @@ from pcp_compiler.runtime.batch import Batch
 from pcp_compiler.runtime.cached_model import CachedModel, CompileCache
 from pcp_compiler.runtime.captures import CapturedProgram
 from pcp_compiler.runtime.draft_chain import ChainStart, DraftChains
-from pcp_compiler.runtime.layout import StepIndex, host_tensor, live_batch, step_index
+from pcp_compiler.runtime.layout import StepIndex, host_tensor
 from pcp_compiler.runtime.rows import DraftRows
 from pcp_compiler.runtime.sampling import SamplingParams, SamplingRows
 from pcp_compiler.runtime.scheduler import Step
@@ -140,7 +140,6 @@ class Proposer(ABC):
         return params
 
 
-
 class ChainProposer(Proposer):
     """A proposer that runs one module in a first pass over many rows, and then in a chain of one row per request."""
 
@@ -235,10 +234,9 @@ class MTPProposer(ChainProposer):
             return results[0], results[1]
         index = sampled.index
         if self.mode == "replicated":
-            index = step_index(batch, None, self.model.block_size)
+            index = self.model.plan_step(batch, self.max_model_len)
             self.chains.counts.first_builds += 1
-        live = live_batch(batch, self.max_model_len)
-        results = self.model.run_whole({**inputs, "hidden": sampled.hidden[0]}, index.whole, live=live)
+        results = self.model.run_whole({**inputs, "hidden": sampled.hidden[0]}, index.whole, live=index.live)
         return results[0], results[1]
 
 

@@ -122,6 +122,17 @@ class StaticForm:
                     raise InvariantError(f"{entry.name} has {size} {dim}, another input {sizes[dim]}")
         return sizes
 
+    def pad_rows(self, values: Mapping[str, Tensor], num_rows: int) -> dict[str, Tensor]:
+        """Return the values with padding up to a number of token rows; nothing else is padded."""
+        padded = dict(values)
+        for entry in self.inputs:
+            if "rows" in entry.dims:
+                shape = [num_rows if dim == "rows" else size for dim, size in zip(
+                    entry.dims, values[entry.name].shape, strict=True)]  # fmt: skip
+                padded[entry.name] = torch.full(shape, entry.pad, dtype=entry.dtype, device=entry.device)
+                entry.fill(padded[entry.name], values[entry.name])
+        return padded
+
     def cut(self, outputs: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
         """Return copies of the results without padding."""
         cut = []

@@ -349,7 +349,8 @@ def test_splits_fill_the_device_and_no_more(num_tiles: int, kv_bound: int, block
     splits = num_kv_splits(num_tiles, kv_bound, shape, num_sms)
     assert 1 <= splits <= MAX_SPLITS
     assert splits == 1 or kv_bound // splits >= MIN_SPLIT_LEN
-    if num_tiles >= 2 * num_sms:
+    assert num_tiles * splits <= 6 * num_sms or num_tiles < 2 * num_sms or splits == 1
+    if num_tiles >= 6 * num_sms or (block_m < 64 and num_tiles >= 2 * num_sms):
         assert splits == 1
 
 
@@ -359,6 +360,13 @@ def test_splits_fill_the_device_and_no_more(num_tiles: int, kv_bound: int, block
 def test_splits_of_decodes_on_132_multiprocessors(num_tiles: int, kv_bound: int, splits: int) -> None:
     shape = pick_tile_shape(4, 128, 2, False)
     assert num_kv_splits(num_tiles, kv_bound, shape, 132) == splits
+
+
+def test_large_tiles_are_split_to_even_out_few_rounds_of_long_ones() -> None:
+    shape = pick_tile_shape(8192, 64, 2, True)
+    assert num_kv_splits(294, 16384, shape, 132) == 2
+    assert num_kv_splits(294, 4096, shape, 132) == 1
+    assert num_kv_splits(792, 131072, shape, 132) == 1
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,16 @@ from pcp_compiler.plan.capabilities import AttentionCapabilities, AttentionNeeds
 from pcp_compiler.runtime.decoder import SpeculativeDecoder
 from pcp_compiler.runtime.sampling import SamplingParams
 from tests.runtime.tiny import make_prompt, make_target
+
+if not torch.cuda.is_available():
+    from tests.kernels.interpreter_repairs import repaired_interpreter
+
+    @pytest.fixture(scope="module", autouse=True)
+    def interpreter() -> Iterator[None]:
+        """Let kernels run on this machine."""
+        with repaired_interpreter():
+            yield
+
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECORDS = [record for record in load_records() if DEVICE in record.priorities and record.missing is None]
