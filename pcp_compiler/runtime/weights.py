@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -22,8 +23,8 @@ class WeightWatch:
             for path, part in module.named_modules():
                 for owner in (part._parameters, part._buffers):
                     self._owners += [(f"{path}.{name}", name, owner) for name in owner]
-        self._seen = list(self._marks())
         self._forms = [_form(owner[name]) for _, name, owner in self._owners]
+        self._remember()
 
     def has_changed(self) -> bool:
         """Return whether a weight changed since the last call.
@@ -31,8 +32,8 @@ class WeightWatch:
         Raises:
             CallError: a weight has another shape, type or device, which the compiled programs do not serve.
         """
-        marks = list(self._marks())
-        if marks == self._seen:
+        weights = self._weights()
+        if all(map(operator.is_, weights, self._seen)) and self._marks() == self._seen_marks:
             return False
         for (path, name, owner), form in zip(self._owners, self._forms, strict=True):
             if _form(owner[name]) != form:
@@ -40,14 +41,21 @@ class WeightWatch:
                     f"weight {path}: is {_form(owner[name])} now and was {form} when the decoder was built; "
                     "build a new SpeculativeDecoder"
                 )
-        self._seen = marks
+        self._remember()
         return True
 
-    def _marks(self) -> Iterator[tuple[int, int, int]]:
-        for _, name, owner in self._owners:
-            weight = owner[name]
-            if weight is not None:
-                yield id(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version
+    def _remember(self) -> None:
+        self._seen = self._weights()
+        given = [weight for weight in self._seen if weight is not None]
+        self._given, self._versioned = given, [weight for weight in given if not weight.is_inference()]
+        self._seen_marks = self._marks()
+
+    def _weights(self) -> list[Tensor | None]:
+        return [owner[name] for _, name, owner in self._owners]
+
+    def _marks(self) -> tuple[list[int], list[int]]:
+        """Return addresses and versions of the weights seen last; called in every step, so it is kept short."""
+        return [weight.data_ptr() for weight in self._given], [weight._version for weight in self._versioned]
 
 
 def _form(weight: Tensor | None) -> object:
