@@ -5,7 +5,8 @@
 
 Per layer and step is what the graph says naively, per step is what serving engines do; the gain is quoted against that.
 "Metadata" is the time of the metadata ops alone, with the same arguments; on a CUDA device it is host time, until the
-last of them is launched. "Chain" is the whole proposal, until its tokens are there. On a CPU set the variables
+last of them is launched, and "device us" is what they take in a replayed CUDA graph, each build and advance being one
+launch. "Chain" is the whole proposal, until its tokens are there. On a CPU set the variables
 MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ to 2000000000: otherwise glibc returns each step's memory, which costs
 more than the step.
 """
@@ -92,6 +93,8 @@ class Row:
     metadata_ms: float
     metadata_gain: float
     """Times faster than one build per step."""
+    device_us: float | None
+    """On the device, on a CUDA device only."""
     chain_ms: float
     chain_gain: float
 
@@ -188,13 +191,16 @@ def measure(model: CachedModel, setting: Setting, num_repeats: int, device: torc
             run = partial(model.run_whole, inputs, inputs, programs[name])
             metadata[name].append(_time_ms(partial(alone[name], *values[name]), device, waits=False))
             chain[name].append(_time_ms(run, device, waits=True))
+    device_us = {
+        name: _device_us(partial(alone[name], *values[name])) if device.type == "cuda" else None for name in FORMS
+    }
     metadata_ms = {name: statistics.median(times) for name, times in metadata.items()}
     chain_ms = {name: statistics.median(times) for name, times in chain.items()}
     return [
         Row(
             setting.num_layers, setting.num_draft_tokens, name,
             counts[name][BUILD_METADATA], counts[name][ADVANCE_METADATA],
-            metadata_ms[name], metadata_ms[COMPARED_WITH] / metadata_ms[name],
+            metadata_ms[name], metadata_ms[COMPARED_WITH] / metadata_ms[name], device_us[name],
             chain_ms[name], chain_ms[COMPARED_WITH] / chain_ms[name],
         )
         for name in FORMS
@@ -218,14 +224,32 @@ def _time_ms(run: Callable[[], Any], device: torch.device, *, waits: bool) -> fl
     return 1e3 * (time.perf_counter() - start)
 
 
+def _device_us(run: Callable[[], Any], num_runs: int = 20, num_replays: int = 20) -> float:
+    """Return what a call takes a CUDA device as a part of a graph."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        for _ in range(num_runs):
+            run()
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(num_replays):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return 1e3 * start.elapsed_time(end) / num_runs / num_replays
+
+
 def print_table(rows: Sequence[Row], title: str) -> None:
     """Print one table; the form that gains are counted against has gain 1."""
-    columns = ("layers", "K", "metadata", "builds", "advances", "metadata ms", "gain", "chain ms", "gain")
+    columns = ("layers", "K", "metadata", "builds", "advances", "metadata ms", "gain", "device us", "chain ms", "gain")
     table = Table(*(Column(name, no_wrap=True) for name in columns), title=title)
     for row in rows:
         table.add_row(
             str(row.layers), str(row.k), row.form, str(row.builds), str(row.advances), f"{row.metadata_ms:.3f}",
-            f"{row.metadata_gain:.2f}x", f"{row.chain_ms:.2f}", f"{row.chain_gain:.2f}x",
+            f"{row.metadata_gain:.2f}x", "-" if row.device_us is None else f"{row.device_us:.1f}", f"{row.chain_ms:.2f}", f"{row.chain_gain:.2f}x",
             end_section=row.form == "hoisted",
         )  # fmt: skip
     Console(width=110).print(table)

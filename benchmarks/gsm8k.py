@@ -3,10 +3,10 @@
 One run prints one row. `--table` runs greedy, probabilistic, and probabilistic with a K schedule, each with P = 1 and
 P = 4, and prints the differences of P = 4 to P = 1 with the same settings. Answers are scored by the last number
 in the text. Agreement: every greedy output is checked token by token against plain greedy decoding of the eager
-model, by running it once over prompt and output. The first differing token is a tie flip when the model in float32, which
-decides, gives it a logit within `--tie-margin` of its best: below that bfloat16 cannot tell the two apart. `eager's own`
-is how far below the best, in float32, the eager model's choice was at worst at these places. The exit code is 1 when a
-greedy output differs and it is no tie.
+model, by running it once over prompt and output. The first differing token is a tie flip when the model in float32,
+which decides, gives it a logit within `--tie-margin` of its best: below that bfloat16 cannot tell the two apart.
+`eager's own` is how far below the best, in float32, the eager model's choice was at worst at these places. The exit
+code is 1 when a greedy output differs and it is no tie.
 
     python benchmarks/gsm8k.py --count 20 --max-new-tokens 64 --pcp 4 --mode sharded
 """
@@ -59,6 +59,8 @@ class Row:
     """In float32 logits, of our token to the best, over all flips."""
     eager_gap: float
     """The same of the eager model's token."""
+    steps_by_k: dict[int, int]
+    """Steps by the number of drafts that a request could get in them."""
     counts: dict[str, Any]
 
 
@@ -75,7 +77,10 @@ def main() -> int:
         row, generated = run(name, config, target, prompts, problems, options)
         rows.append(row)
         outputs.append([generation.token_ids for generation in generated])
-        console.print(f"{name}: {row.tokens_per_s:.0f} tokens/s, acceptance length {row.acceptance_length:.3f}")
+        steps = ", ".join(f"{count} with K = {k}" for k, count in row.steps_by_k.items())
+        console.print(
+            f"{name}: {row.tokens_per_s:.0f} tokens/s, acceptance length {row.acceptance_length:.3f}; steps: {steps}"
+        )
     if options.json:
         print(json.dumps([asdict(row) for row in rows]))
     console.print(result_table(rows, outputs, f"{device.type}, torch {torch.__version__}, {options.dtype}"))
@@ -188,6 +193,7 @@ def run(
         other_flips=found.others,
         largest_gap=found.largest_gap,
         eager_gap=found.eager_gap,
+        steps_by_k=dict(sorted(decoder.num_proposals.items())),
         counts=asdict(decoder.target.counts),
     )
     return row, generated
@@ -215,9 +221,7 @@ class Agreement:
     eager_gap: float = 0.0
 
 
-def agreement(
-    target: nn.Module, prompts: list[list[int]], generated: list[Generation], tie_margin: float
-) -> Agreement:
+def agreement(target: nn.Module, prompts: list[list[int]], generated: list[Generation], tie_margin: float) -> Agreement:
     """Compare greedy outputs with the eager model in its own type, and where they differ ask it in float32."""
     found = Agreement()
     device = next(target.parameters()).device

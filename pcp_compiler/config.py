@@ -48,7 +48,6 @@ PLANNED_KEYS: Final = (
     "draft.confidence",
     "draft.threshold",
     "capture.segment_compiler",
-    "capture.splitting_ops",
     "capture.cache_dir",
 )
 """Keys of the design that do not work yet."""
@@ -191,6 +190,12 @@ def _check_integers(value: object) -> tuple[int, ...] | None:
         return None
     if not isinstance(value, list | tuple) or any(type(number) is not int or number < 1 for number in value):
         raise ValueError("not a list of integers >= 1")
+    return tuple(value)
+
+
+def _check_names(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) and name for name in value):
+        raise ValueError("not a list of names")
     return tuple(value)
 
 
@@ -420,6 +425,14 @@ class CaptureConfig(_Section):
         Allowed("list of integers >= 1, [] for the whole context only, or None"),
     ] = None
     """Longest contexts that whole graphs are captured for, beside `limits.max_model_len`. None: 2048, 8192, ..."""
+
+    splitting_ops: Annotated[
+        tuple[str, ...],
+        PlainValidator(_check_names),
+        PlainSerializer(list, return_type=list[str]),
+        Allowed("list of ops of the target, such as aten.mm.default"),
+    ] = ()
+    """Ops that stay out of captured pieces, beside attention, KV writes and collectives."""
 
     memory_mb: Annotated[int | None, Field(ge=1), Allowed("integer >= 1, or None for no limit")] = None
     """Memory for captures in MiB; those that would exceed it are left out and named."""

@@ -56,5 +56,9 @@ class CaptureError(PcpError):
     """A program does something that a captured graph cannot do; names the program and the op."""
 
 
+class KernelError(PcpError):
+    """A kernel cannot be compiled for this device, or not launched; names kernel, variant and knob."""
+
+
 class InvariantError(AssertionError):
     """A pass broke a graph invariant: a fault of ours, not of the user."""

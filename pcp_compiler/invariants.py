@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pcp_compiler import ops
+from pcp_compiler import kv_ops, ops
 from pcp_compiler.errors import InvariantError
 from pcp_compiler.graph_text import SymbolNames, find_segments, format_graph, format_value
 from pcp_compiler.pass_api import calls, unused_nodes
@@ -49,14 +49,17 @@ def _no_dead_code(gm: fx.GraphModule) -> str | None:
 
 
 def _collective_paired(gm: fx.GraphModule) -> str | None:
+    ends = (ops.GATHER_WAIT, kv_ops.STORE_GATHERED_KV)
     for start in calls(gm, ops.GATHER_START):
-        waits = [user for user in start.users if user.target is ops.GATHER_WAIT]
-        if len(waits) != 1 or len(start.users) != 1:
-            return f"{start.name} has {len(waits)} waits and {len(start.users)} users"
-    for wait in calls(gm, ops.GATHER_WAIT):
-        source = wait.args[0]
-        if not isinstance(source, fx.Node) or source.target is not ops.GATHER_START or source.args[0] != wait.args[1]:
-            return f"{wait.name} does not wait for a gather of its own tensors"
+        num_ends = sum(user.target in ends for user in start.users)
+        if num_ends != 1 or len(start.users) != 1:
+            return f"{start.name} has {num_ends} waits or writes and {len(start.users)} users"
+    for end in calls(gm, *ends):
+        source = end.args[0]
+        if not isinstance(source, fx.Node) or source.target is not ops.GATHER_START:
+            return f"{end.name} takes no gather"
+        if end.target is ops.GATHER_WAIT and source.args[0] != end.args[1]:
+            return f"{end.name} does not wait for a gather of its own tensors"
     return None
 
 
@@ -69,6 +72,7 @@ def _index_is_input(gm: fx.GraphModule) -> str | None:
         ops.GATHER_WAIT: 2,
         ops.RESTORE_ROWS: 1,
         ops.ATTENTION: 4,
+        kv_ops.STORE_GATHERED_KV: 1,
     }
     segments = find_segments(gm)
     for call, graph_module in [(None, gm), *_segment_calls(gm)]:

@@ -3,7 +3,7 @@
 A cache is two tensors, keys [S + 1, Hkv, D] and values [S + 1, Hkv, Dv], S slots and one row that takes what no slot
 takes (padding); `kv_formats` says how a row lies in it. Slot of position p of a request:
 block_table[p // block_size] * block_size + p % block_size.
-Order is a data edge: `store_kv` returns an empty tensor that `paged_attention` takes.
+Order is a data edge: `store_kv` and `store_gathered_kv` return an empty tensor that `paged_attention` takes.
 
 What rows may read is said by *spans* [N, 4], runs of rows of one request at consecutive positions:
 
@@ -26,6 +26,9 @@ from pcp_compiler.plan.capabilities import find_backend
 _lib = torch.library.Library("pcp", "FRAGMENT")  # lives as long as the process
 
 _lib.define("store_kv(Tensor k, Tensor v, Tensor slots, Tensor k_cache, Tensor v_cache, *, int layer) -> Tensor")
+_lib.define(
+    "store_gathered_kv(Tensor expanded, Tensor expanded_slots, Tensor k_cache, Tensor v_cache, *, int layer) -> Tensor"
+)
 _lib.define(
     "paged_attention(Tensor q, Tensor stored, Tensor k_cache, Tensor v_cache, Tensor spans, Tensor block_tables, *,"
     " str backend, int block_size, int layer, float scale, int? window=None, float? soft_cap=None,"
@@ -51,6 +54,23 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tens
     kv_formats.write_rows(k_cache, targets, k[0])
     kv_formats.write_rows(v_cache, targets, v[0])
     return k.new_empty(0)
+
+
+def store_gathered_kv(
+    expanded: Tensor, expanded_slots: Tensor, k_cache: Tensor, v_cache: Tensor, *, layer: int
+) -> Tensor:
+    """Write gathered rows to their slots as they come, rank after rank: what `store_kv` does with restored ones.
+
+    Args:
+        expanded: [P * W, Hkv * D + Hkv * Dv], keys and then values of each row, from `ops.gather_start`.
+        expanded_slots: [P * W]; negative ones, of padding and of all but one copy of a row, write nothing.
+    Returns:
+        An empty tensor, for those who have to run after the write.
+    """
+    num_heads, k_width = k_cache.shape[1], kv_formats.row_width(k_cache)
+    k, v = expanded.tensor_split((num_heads * k_width,), dim=1)
+    k, v = (rows.unflatten(1, (num_heads, -1)) for rows in (k, v))
+    return store_kv(k[None], v[None], expanded_slots, k_cache, v_cache, layer=layer)
 
 
 def paged_attention(
@@ -119,6 +139,16 @@ def _store_kv_cuda(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache
     return k.new_empty(0)
 
 
+def _store_gathered_kv_cuda(
+    expanded: Tensor, expanded_slots: Tensor, k_cache: Tensor, v_cache: Tensor, *, layer: int
+) -> Tensor:
+    """`store_gathered_kv` in one launch."""
+    from pcp_compiler.kernels import kv_rows
+
+    kv_rows.store_gathered_kv(expanded, expanded_slots, k_cache, v_cache)
+    return expanded.new_empty(0)
+
+
 def _build_metadata_cuda(
     positions: Tensor, block_tables: Tensor, *, block_size: int, max_model_len: int
 ) -> tuple[Tensor, Tensor]:
@@ -154,6 +184,7 @@ def _paged_attention_fake(
 
 for _name, _kernel, _fake in (
     ("store_kv", store_kv, lambda k, *_args, **_kwargs: k.new_empty(0)),
+    ("store_gathered_kv", store_gathered_kv, lambda expanded, *_args, **_kwargs: expanded.new_empty(0)),
     ("paged_attention", paged_attention, _paged_attention_fake),
     ("build_metadata", build_metadata, _build_metadata_fake),
     ("advance_metadata", advance_metadata, _advance_metadata_fake),
@@ -163,14 +194,16 @@ for _name, _kernel, _fake in (
 
 for _name, _kernel in (
     ("store_kv", _store_kv_cuda),
+    ("store_gathered_kv", _store_gathered_kv_cuda),
     ("build_metadata", _build_metadata_cuda),
     ("advance_metadata", _advance_metadata_cuda),
 ):
     _lib.impl(_name, _kernel, "CUDA")
 
 STORE_KV = torch.ops.pcp.store_kv.default
+STORE_GATHERED_KV = torch.ops.pcp.store_gathered_kv.default
 PAGED_ATTENTION = torch.ops.pcp.paged_attention.default
 BUILD_METADATA = torch.ops.pcp.build_metadata.default
 ADVANCE_METADATA = torch.ops.pcp.advance_metadata.default
-for _op in (STORE_KV, PAGED_ATTENTION):
+for _op in (STORE_KV, STORE_GATHERED_KV, PAGED_ATTENTION):
     torch.fx.node.has_side_effect(_op)

@@ -192,12 +192,25 @@ def owned_rows(x: Tensor, sources: Tensor, rank: Tensor, dim: int) -> Tensor:
     """Return the wanted rows that this rank owns, zeros for the others: x [.., W, ..], sources [S] -> [.., S, ..].
 
     The sum over ranks is exact, since every row has one owner and x + 0 is x. `sources` are expanded row numbers
-    (owner * W + local row). `where` and not a product: a row of another rank may hold NaN.
+    (owner * W + local row). `where` and not a product: a row of another rank may hold NaN. On a CUDA device it is one
+    launch where nothing lies before the rows, which is everywhere in a batch of 1.
     """
+    if x.is_cuda and x.is_floating_point() and x.dtype.itemsize > 1 and x.shape[:dim].numel() == 1:
+        return _owned_rows_cuda(x, sources, rank, dim)
     width = max(x.shape[dim], 1)
     picked = x.index_select(dim, sources % width)
     mine = (sources // width == rank).reshape([-1 if i == dim else 1 for i in range(x.ndim)])
     return torch.where(mine, picked, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _owned_rows_cuda(x: Tensor, sources: Tensor, rank: Tensor, dim: int) -> Tensor:
+    """`owned_rows` of x [1, .., W, ..] in one launch."""
+    from pcp_compiler.kernels import kv_rows
+
+    rows = x.movedim(dim, 0)
+    rows = rows.reshape(rows.shape[0], _row_numel(rows))
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    return kv_rows.restore_rows(rows, sources, rank).view(*x.shape[:dim], len(sources), *x.shape[dim + 1 :])
 
 
 def _row_numel(rows_first: Tensor) -> int:

@@ -87,6 +87,8 @@ class Phase:
     """Whether the program serves steps of decode rows only."""
     is_split: bool = False
     """Whether the program is cut into segments, which are captured one by one."""
+    splitting_ops: tuple[str, ...] = ()
+    """More ops to cut at, see `passes.split_segments`."""
 
 
 @dataclass(frozen=True, slots=True)

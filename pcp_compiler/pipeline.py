@@ -53,9 +53,6 @@ METADATA_PASSES: tuple[Pass, ...] = (
 FEW_ROWS_PASSES: tuple[Pass, ...] = (
     FuseDecode(),  # last: unroll_draft and hoist_prologue look for the calls that disappear
 )
-SEGMENT_PASSES: tuple[Pass, ...] = (
-    SplitSegments(),  # last: the others look for calls in one graph
-)
 
 
 def passes_for(config: Config, phase: Phase) -> tuple[Pass, ...]:
@@ -71,7 +68,7 @@ def passes_for(config: Config, phase: Phase) -> tuple[Pass, ...]:
     if phase.has_few_rows and config.numerics == "fast":
         passes += FEW_ROWS_PASSES
     if phase.is_split:
-        passes += SEGMENT_PASSES
+        passes += (SplitSegments(phase.splitting_ops),)  # last: the others look for calls in one graph
     return passes
 
 

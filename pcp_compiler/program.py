@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from pcp_compiler import ops, torch_private
 from pcp_compiler.codegen.python_source import print_program
+from pcp_compiler.errors import KernelError
 from pcp_compiler.graph_text import find_segments
 from pcp_compiler.plan.partition import partition_batch
 from pcp_compiler.ranks import Program, ProgramFunction, index_tensors, run_lockstep
@@ -60,7 +61,7 @@ class RankProgram:
         """
         try:
             yield
-        except (RuntimeError, IndexError) as fault:
+        except (RuntimeError, IndexError, KernelError) as fault:
             passed = self._passed_nodes(fault)
             if passed:
                 *calls, node = passed

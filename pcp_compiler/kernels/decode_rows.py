@@ -29,7 +29,9 @@ import triton.language as tl
 from torch import Tensor
 
 from pcp_compiler.kernels.kv_rows import round_to
+from pcp_compiler.kernels.launch import named_kernel
 
+KNOB = "set numerics: exact"
 MAX_ROWS = 64
 """More rows are no longer bound by the weights: a matrix multiplication is the right kernel for them."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -232,6 +234,7 @@ def _linear_tile(
     tl.store(out_ptr + r_R[None, :] * num_outputs + o_O[:, None], out_OR, mask=is_there)
 
 
+@named_kernel(KNOB)
 @triton.jit
 def _norm_linear_kernel(
     x_ptr, gamma_ptr, w0_ptr, w1_ptr, w2_ptr, bias0_ptr, bias1_ptr, bias2_ptr, out0_ptr, out1_ptr, out2_ptr,
@@ -259,6 +262,7 @@ def _norm_linear_kernel(
         )  # fmt: skip
 
 
+@named_kernel(KNOB)
 @triton.jit
 def _linear_residual_kernel(
     x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, num_outputs, NUM_INPUTS: tl.constexpr, x_stride, w_stride,
@@ -271,6 +275,7 @@ def _linear_residual_kernel(
     )  # fmt: skip
 
 
+@named_kernel(KNOB)
 @triton.jit
 def _norm_swiglu_kernel(
     x_ptr, gamma_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, num_rows, num_outputs,
@@ -326,6 +331,7 @@ def _turn_heads(
     _store_heads(out_ptr + HALF, second_HD, h_H, d_D, num_heads, HALF, out_stride, is_written)
 
 
+@named_kernel(KNOB)
 @triton.jit
 def _rope_store_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, slots_ptr, k_cache_ptr, v_cache_ptr, out_ptr, num_q_heads, num_kv_heads,
@@ -361,6 +367,7 @@ def _rope_store_kernel(
 # Best output
 
 
+@named_kernel(KNOB)
 @triton.jit
 def _tile_argmax_kernel(
     x_ptr, w_ptr, bias_ptr, best_ptr, ids_ptr, num_rows, num_outputs, NUM_INPUTS: tl.constexpr, x_stride, w_stride,
@@ -385,6 +392,7 @@ def _tile_argmax_kernel(
     tl.store(ids_ptr + target_R, ids_R, mask=r_R < num_rows)
 
 
+@named_kernel(KNOB)
 @triton.jit
 def _row_argmax_kernel(tile_best_ptr, tile_ids_ptr, best_ptr, ids_ptr, NUM_TILES: tl.constexpr, BLOCK_T: tl.constexpr):
     row = tl.program_id(0)

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pcp_compiler import kv_formats
+from pcp_compiler.kernels.launch import NO_KNOB, named_kernel
 
 MAX_TILE_NUMEL = 4096
 """Numbers that one program of a write holds at most: 32 a thread."""
@@ -164,6 +165,7 @@ def round_to(x, dtype: tl.constexpr):
     return rounded
 
 
+@named_kernel(NO_KNOB)
 @triton.jit
 def _store_kv_kernel(
     k_NHD, v_NHE, slots_N, k_cache_SHB, v_cache_SHB,
@@ -187,6 +189,7 @@ def _store_kv_kernel(
             )  # fmt: skip
 
 
+@named_kernel(NO_KNOB)
 @triton.jit(do_not_specialize=["width"])
 def _restore_rows_kernel(
     x_WC, sources_S, rank, out_SC, row_stride, sources_stride, width, num_columns, TILE: tl.constexpr

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pcp_compiler.kernels.launch import NO_KNOB, named_kernel
+
 TILE = 128
 """Rows of a program where a row is a number or two: one a thread, so none reads what another has advanced in place."""
 WIDE_TILE = 1024
@@ -182,6 +184,7 @@ def _store_metadata(
     tl.store(spans_N4 + rows * 4 + 3, tl.minimum(tl.maximum(positions + 1, 0), max_model_len), mask=mask)
 
 
+@named_kernel(NO_KNOB)
 @triton.jit(do_not_specialize=["num_rows", "table_stride", "num_blocks"])
 def _build_metadata_kernel(
     positions_N, tables_NB, spans_N4, slots_N, num_rows, position_stride, table_stride, num_blocks, max_model_len,
@@ -197,6 +200,7 @@ def _build_metadata_kernel(
     )  # fmt: skip
 
 
+@named_kernel(NO_KNOB)
 @triton.jit(do_not_specialize=["num_rows", "table_stride", "num_blocks", "by"])
 def _advance_metadata_kernel(
     spans_N4, tables_NB, advanced_N4, slots_N, num_rows, table_stride, num_blocks, by, max_model_len,
@@ -212,6 +216,7 @@ def _advance_metadata_kernel(
     )  # fmt: skip
 
 
+@named_kernel(NO_KNOB)
 @triton.jit(do_not_specialize=["num_rows", "num_requests", "token_stride", "num_columns"])
 def _shift_ids_kernel(
     input_ids_T, query_start_R, num_drafts_R, next_prompt_ids_R, verdict_rows_R, token_ids_VM, num_emitted_V,
@@ -263,6 +268,7 @@ def _load_requests(query_start_R, num_drafts_R, verdict_rows_R, num_emitted_V, r
     return ends, firsts, verdict_rows, emitted
 
 
+@named_kernel(NO_KNOB)
 @triton.jit
 def _fill_pads_kernel(
     counts, input_ids_T, positions_T, slots_T, spans_N4, tables_RB, num_rows, spans_numel, tables_numel, num_blocks,

@@ -31,7 +31,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pcp_compiler import kv_formats
+from pcp_compiler.kernels.launch import named_kernel
 
+KNOB = "choose another attention.backend, such as sdpa"
 LOG2_E = 1.4426950408889634
 NO_SCORE = -1.0e30
 """Running maximum of a row that has seen nothing: finite, so that a difference of two is not NaN."""
@@ -215,6 +217,7 @@ def _attend(
     return acc_MV, max_M, sum_M
 
 
+@named_kernel(KNOB)
 @triton.jit(do_not_specialize=["num_rows", "num_spans"])
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, part_acc_ptr, part_stats_ptr, spans_ptr,
@@ -377,6 +380,7 @@ def _attention_kernel(
         tl.store(pointers, acc_MV.to(out_ptr.dtype.element_ty), mask=out_mask_MV)
 
 
+@named_kernel(KNOB)
 @triton.jit(do_not_specialize=["num_out_rows", "num_splits"])
 def _merge_kernel(
     part_acc_ptr, part_stats_ptr, out_ptr, num_out_rows, num_splits, VALUE_DIM: tl.constexpr,

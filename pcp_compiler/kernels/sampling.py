@@ -27,6 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pcp_compiler.kernels.launch import NO_KNOB, named_kernel
+
 TILE_SIZE = 4096
 """Tokens that one program looks at, 16 a thread: 32 programs for the row of a large vocabulary."""
 TILE_WARPS = 8
@@ -381,6 +383,7 @@ def _draft_tile(draft_probs_DV, draft, draft_stride, draft_id, ids, vocab_size):
     return chances
 
 
+@named_kernel(NO_KNOB)
 @triton.jit
 def _stats_kernel(
     logits_NV, draft_probs_DV, cu_rows, temperatures_R, packed_NT, sums_NT,
@@ -410,6 +413,7 @@ def _stats_kernel(
                     tl.store(draft_sums_DT + draft * num_tiles + tile, tl.sum(chances, axis=0), mask=has_draft)
 
 
+@named_kernel(NO_KNOB)
 @triton.jit
 def _argmax_kernel(packed_NT, best_N, num_tiles, TILES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -440,6 +444,7 @@ def _race(weights, speeds):
     return tl.where(weights > 0, weights * speeds, 0.0)
 
 
+@named_kernel(NO_KNOB)
 @triton.jit
 def _draw_kernel(
     logits_NV, temperatures_N, keys_N, packed_NT, sums_NT, probs_NV, scores_N1T,
@@ -465,6 +470,7 @@ def _draw_kernel(
     _store_winner(scores_N1T + row * num_tiles, winners_N1T + row * num_tiles, tile, scores, ids)
 
 
+@named_kernel(NO_KNOB)
 @triton.jit
 def _winner_kernel(scores_N1T, winners_N1T, ids_N, num_tiles, TILES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -472,6 +478,7 @@ def _winner_kernel(scores_N1T, winners_N1T, ids_N, num_tiles, TILES: tl.constexp
     tl.store(ids_N + row, winner)
 
 
+@named_kernel(NO_KNOB)
 @triton.jit
 def _rests_kernel(
     logits_NV, draft_ids_D, draft_probs_DV, cu_rows, temperatures_R, packed_NT,
@@ -532,6 +539,7 @@ def _count_by_block(
     return tl.max(tl.where(is_kept, columns, 0), axis=0)
 
 
+@named_kernel(NO_KNOB)
 @triton.jit
 def _pick_kernel(
     logits_NV, draft_ids_D, draft_probs_DV, cu_rows, temperatures_R, packed_NT,
@@ -584,6 +592,7 @@ def _pick_kernel(
         _store_winner(scores_T + num_tiles, winners_T + num_tiles, tile, _race(tl.where(is_token, p, 0.0), speeds), ids)
 
 
+@named_kernel(NO_KNOB)
 @triton.jit
 def _finish_kernel(
     draft_ids_D, cu_rows, temperatures_R, packed_NT, scores_R2T, winners_R2T,

@@ -15,6 +15,8 @@ from pcp_compiler.errors import InvariantError
 from pcp_compiler.kv_formats import cache_shape
 from pcp_compiler.pass_api import Phase
 from pcp_compiler.passes.attach_kv import SLOTS
+from pcp_compiler.passes.gather_kv import EXPANDED_SLOTS
+from pcp_compiler.passes.split_segments import find_ops
 from pcp_compiler.pipeline import Lowered, lower
 from pcp_compiler.plan.captures import CapturePhase
 from pcp_compiler.plan.dispatch import LiveBatch
@@ -95,7 +97,7 @@ class CachedModel:
         self.captures: Captures | None = None
         self._split: dict[str, Lowered] = {}
         self._pieces: dict[str, list[Pieces]] = {}
-        self._tokens = tuple(tokens)
+        self.tokens = tuple(tokens)
         self._captured: dict[int, CapturedProgram] = {}
         self._module = module
         self._weights: list[Tensor] = []
@@ -120,6 +122,11 @@ class CachedModel:
                 local_outputs=frozenset() if local_output is None else frozenset({local_output}),
             )  # fmt: skip
             self.sharded = self.lower(self._phases["sharded"])
+
+    @property
+    def num_weights(self) -> int:
+        """Inputs of a program before those of a call."""
+        return len(self._weights)
 
     def lower(self, phase: Phase) -> Lowered:
         """Return a program of the module for another phase; it runs with the same weights and caches."""
@@ -178,6 +185,10 @@ class CachedModel:
             return self.captures.replay(self._captured[id(program)], key, values)
         return self._run_in_pieces(values, key.capture_size)
 
+    def run_captured(self, values: Mapping[str, Tensor], program: RankProgram | None = None) -> Sequence[Any]:
+        """Run decode rows as part of something that is captured: all inputs are static."""
+        return self._run_copies(program or self.few_rows.program, values)
+
     def plan_step(self, batch: Batch, max_model_len: int) -> StepIndex:
         """Return how a step runs: which rows on which rank, as many as a capture has, and the index inputs."""
         parallel = self._config.parallel
@@ -192,9 +203,13 @@ class CachedModel:
         self.captures = captures
         if not captures.has_pieces:
             return
-        self._split = {"whole": self.lower(replace(self._phases["whole"], is_split=True))}
-        if self.sharded is not None:
-            self._split["sharded"] = self.lower(replace(self._phases["sharded"], is_split=True))
+        called = {node.target for node in self.whole.program.graph_module.graph.nodes}
+        names = self._config.capture.splitting_ops
+        if self.name != "target":  # where each name has to be an op; a drafter may have fewer
+            names = tuple(name for name in names if not called.isdisjoint(find_ops(name)))
+        self._split = {
+            kind: self.lower(replace(phase, is_split=True, splitting_ops=names)) for kind, phase in self._phases.items()
+        }
         self._make_pieces()
 
     def _make_pieces(self) -> None:
@@ -217,7 +232,7 @@ class CachedModel:
     def _run_in_pieces(self, values: Mapping[str, Tensor], capture_size: int) -> Sequence[Any]:
         """Run all rows on every rank, padded to a capture size."""
         program = self._split["whole"].program
-        form = describe(program, len(self._weights), self._tokens)
+        form = describe(program, len(self._weights), self.tokens)
         sizes = form.live_sizes(values)
         padded = form.pad_rows(_Mover(self._weights[0].device)(values), capture_size)
         results = [
@@ -236,7 +251,7 @@ class CachedModel:
             phases: that it is captured for. logit_rows: see `StaticForm`. num_draft_tokens: of a draft chain.
         """
         captured = CapturedProgram(
-            name, describe(program, len(self._weights), self._tokens, logit_rows=logit_rows),
+            name, describe(program, len(self._weights), self.tokens, logit_rows=logit_rows),
             lambda values: self._run_copies(program, values), phases, num_draft_tokens,
         )  # fmt: skip
         self._captured[id(program)] = captured
@@ -279,7 +294,8 @@ class CachedModel:
     ) -> Any:  # fmt: skip
         is_shared = len(self.caches) == 1
         if is_shared and rank > 0:
-            index = {**index, SLOTS: torch.full_like(index[SLOTS], PAD_SLOT)}
+            written = [role for role in (SLOTS, EXPANDED_SLOTS) if role in index]
+            index = {**index, **{role: torch.full_like(index[role], PAD_SLOT) for role in written}}
         cache = self.caches[0 if is_shared else rank]
         names = program.input_names[len(self._weights) :]
         return program.start([*self._weights, *(inputs[name] for name in names)], {**index, **cache}, run)

@@ -185,7 +185,8 @@ def key_sizes(key: CaptureKey, block_size: int, form: StaticForm) -> Sizes:
         "rows": key.capture_size, "requests": key.num_requests, "spans": key.num_requests,
         "kv_blocks": -(-key.context_bucket // block_size),
     }  # fmt: skip
-    return {**sizes, "logit_rows": sizes[form.logit_rows]}
+    drafts = key.capture_size - key.num_requests
+    return {**sizes, "logit_rows": sizes[form.logit_rows], "drafts": drafts}
 
 
 def pick_executor(section: CaptureConfig, device: torch.device) -> Executor | None:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from pcp_compiler.drafters.base import Drafter
-from pcp_compiler.errors import CallError
 from pcp_compiler.plan.captures import CaptureKey, CaptureLimits, CapturePhase, plan_captures
 from pcp_compiler.plan.dispatch import unreachable_keys
 from pcp_compiler.plan.k_schedule import build_schedule
@@ -17,13 +16,14 @@ from pcp_compiler.runtime.assembly import ConfigSource, assemble
 from pcp_compiler.runtime.batch import Batch
 from pcp_compiler.runtime.cached_model import CompileCache, KvPlacement
 from pcp_compiler.runtime.captures import Captures, CaptureStats, pick_executor
-from pcp_compiler.runtime.generation import Event, Generation, OnTokens, check_prompt
+from pcp_compiler.runtime.generation import Event, Generation, OnTokens, check_params, check_prompt, params_of_each
 from pcp_compiler.runtime.judge import Judgement, judge
 from pcp_compiler.runtime.kv_blocks import BlockPool
 from pcp_compiler.runtime.layout import StepIndex, host_tensor
 from pcp_compiler.runtime.metrics import AcceptanceStats, explain_low_acceptance
-from pcp_compiler.runtime.proposer import Proposal, Sampled
+from pcp_compiler.runtime.proposer import MTPProposer, Proposal, Sampled
 from pcp_compiler.runtime.request import Request
+from pcp_compiler.runtime.round import Rounds
 from pcp_compiler.runtime.sampling import SamplingParams
 from pcp_compiler.runtime.scheduler import RequestOutput, Scheduler, Step
 from pcp_compiler.runtime.weights import WeightWatch
@@ -67,10 +67,14 @@ class SpeculativeDecoder:
         )  # fmt: skip
         if self.proposer is not None:
             self.proposer.prepare(self._schedule.distinct(self.limits.max_num_requests))
+        self._tie_margin = tie_margin
+        self.rounds: Rounds | None = None
+        """Whole rounds as one captured call each, where the drafter is one MTP module and drafts are greedy."""
+        if isinstance(self.proposer, MTPProposer) and self.config.draft.sampling == "greedy":
+            self.rounds = Rounds(self.target, self.proposer, self.limits.max_model_len, has_ties=tie_margin > 0)
         self.captures = self._make_captures()
         self._proposals: dict[int, Proposal] = {}
         self._weights = WeightWatch([target] if self.drafter is None else [target, self.drafter])
-        self._tie_margin = tie_margin
         self._has_warned = False
         for note in (*self.config.notes, *(self.plan.reasons if self.plan else ()), *self._schedule.notes):
             log.info("%s", note)
@@ -81,7 +85,7 @@ class SpeculativeDecoder:
         Raises:
             CallError: empty, too long, or not ids of the vocabulary. ConfigError: the KV pool is too small for it.
         """
-        return self.scheduler.submit(check_prompt(prompt_ids, self.vocab_size), params.with_seed())
+        return self.scheduler.submit(check_prompt(prompt_ids, self.vocab_size), check_params(params).with_seed())
 
     def cancel(self, request: Request) -> bool:
         """End a request early and take its KV blocks back; return False if it had finished before."""
@@ -99,12 +103,7 @@ class SpeculativeDecoder:
         if step is None:
             return []
         index = self.target.plan_step(step.batch, self.limits.max_model_len)
-        hidden, logits = self._run_target(step.batch, index)
-        previous = [self._proposals.get(rows.request.request_id) for rows in step.rows]
-        verdict = judge(
-            step, logits, previous, verification=self.config.draft.verification, tie_margin=self._tie_margin
-        )
-        proposals = self._propose(step, Sampled(hidden, verdict.token_ids, verdict.last_rows, index), previous)
+        verdict, proposals = self._replay_round(step, index) or self._run_round(step, index)
         drafts = None if proposals is None else [proposal.token_ids for proposal in proposals]
         outputs = self.scheduler.complete(step, verdict.token_ids, drafts)
         self._keep(step, proposals)
@@ -127,9 +126,7 @@ class SpeculativeDecoder:
         Raises:
             CallError, ConfigError: as `submit`; then, and when it is interrupted, all its requests are cancelled.
         """
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise CallError(f"params: got {len(each)} for {len(prompts)} prompts; allowed: one, or one per prompt")
+        each = params_of_each(params, len(prompts))
         requests: list[Request] = []
         try:
             for prompt, option in zip(prompts, each, strict=True):
@@ -158,7 +155,11 @@ class SpeculativeDecoder:
             limits.max_num_requests, limits.max_num_tokens, limits.max_model_len, self._schedule,
             pcp_size=self.config.parallel.pcp_size, shard_decode=self.config.parallel.shard_decode,
         )  # fmt: skip
-        phases: list[CapturePhase] = ["prefill", "decode", *(("verify", "draft") if self.proposer else ())]
+        phases: list[CapturePhase] = ["prefill", "decode"]
+        if self.proposer is not None:
+            phases += ["verify", "draft"]
+        if self.rounds is not None:
+            phases.append("proposal")
         plan = plan_captures(
             section.mode, phases, bounds, sizes=section.sizes, context_buckets=section.context_buckets,
             memory_mb=section.memory_mb, estimate_bytes=self._estimate_bytes,
@@ -171,7 +172,9 @@ class SpeculativeDecoder:
         programs = [self.target.may_capture(self.target.few_rows.program, ("decode", "verify"), name="target")]
         for model in (self.target, *(self.proposer.models if self.proposer else ())):
             model.use_captures(captures)
-        captures.capture_all(programs + (self.proposer.captured() if self.proposer else []))
+        programs += self.proposer.captured() if self.proposer else []
+        programs += self.rounds.programs(plan.keys) if self.rounds else []
+        captures.capture_all(programs)
         return captures
 
     def _estimate_bytes(self, key: CaptureKey) -> int:
@@ -191,6 +194,28 @@ class SpeculativeDecoder:
             model.refresh_weights()
         self.scheduler.drop_kv()
         self._proposals.clear()
+
+    def _run_round(self, step: Step, index: StepIndex) -> tuple[Judgement, list[Proposal] | None]:
+        """Run the target, judge, and run the drafter."""
+        hidden, logits = self._run_target(step.batch, index)
+        previous = [self._proposals.get(rows.request.request_id) for rows in step.rows]
+        verdict = judge(
+            step, logits, previous, verification=self.config.draft.verification, tie_margin=self._tie_margin
+        )
+        return verdict, self._propose(step, Sampled(hidden, verdict.token_ids, verdict.last_rows, index), previous)
+
+    def _replay_round(self, step: Step, index: StepIndex) -> tuple[Judgement, list[Proposal] | None] | None:
+        """Do all of a round by one replay; None if there is no capture for it."""
+        if self.rounds is None or self.captures is None:
+            return None
+        assert isinstance(self.proposer, MTPProposer)
+        num_draft_tokens = self._schedule.lookup(len(self.scheduler.running))
+        made = self.rounds.replay(self.captures, step, index, num_draft_tokens, self._tie_margin)
+        if made is None:
+            return None
+        self.num_proposals[num_draft_tokens] += 1
+        verdict = made.verdict
+        return verdict, self.proposer.collect_round(step, verdict.token_ids, verdict.last_rows, made.drafts)
 
     def _run_target(self, batch: Batch, index: StepIndex) -> tuple[list[Tensor], Tensor]:
         """Return the hidden states of each rank (one entry when rows are whole) and the logits [L, V] of rank 0."""

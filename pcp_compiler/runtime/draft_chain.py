@@ -112,11 +112,15 @@ class DraftChains:
             lowered.program,
             LiveBatch("draft", len(start.positions), len(start.positions), 1, bound, num_draft_tokens),
         )  # fmt: skip
-        self.counts.num_proposals += 1
+        self.count(num_draft_tokens)
+        return ids, probs[0] if probs else None
+
+    def count(self, num_draft_tokens: int) -> None:
+        """Count one run of a chain."""
         num_builds, num_advances = self._num_calls[num_draft_tokens]
+        self.counts.num_proposals += 1
         self.counts.builds += num_builds
         self.counts.advances += num_advances
-        return ids, probs[0] if probs else None
 
     def _inputs(self, num_draft_tokens: int, start: ChainStart, options: SamplingRows) -> Mapping[str, Tensor]:
         inputs = {LOGITS: start.logits, "hidden": start.hidden[None], "positions": host_tensor(start.positions)[None]}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pcp_compiler.errors import CallError
 from pcp_compiler.runtime.metrics import AcceptanceStats
 from pcp_compiler.runtime.request import FinishReason, Request, Tie
+from pcp_compiler.runtime.sampling import SamplingParams
 
 OnTokens = Callable[[int, tuple[int, ...]], None]
 """Takes the number of a prompt and its new tokens."""
@@ -52,7 +53,9 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int) -> list[int]:
     Raises:
         CallError: not a flat sequence of integers, or an id that the target cannot look up.
     """
-    values = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else list(prompt_ids)
+    values = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else prompt_ids
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise CallError(f"prompt_ids: got {prompt_ids!r}; allowed: a flat sequence of integers")
     for position, token_id in enumerate(values):
         if not hasattr(token_id, "__index__") or isinstance(token_id, bool):
             raise CallError(f"prompt_ids[{position}]: got {token_id!r}; allowed: a flat sequence of integers")
@@ -61,3 +64,29 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int) -> list[int]:
                 f"prompt_ids[{position}]: {token_id} is outside of the vocabulary; allowed: 0 to {vocab_size - 1}"
             )
     return [int(token_id) for token_id in values]
+
+
+def check_params(params: object) -> SamplingParams:
+    """Return sampling options as they are.
+
+    Raises:
+        CallError: they are something else.
+    """
+    if not isinstance(params, SamplingParams):
+        raise CallError(f"params: got {params!r}; allowed: SamplingParams")
+    return params
+
+
+def params_of_each(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
+    """Return the sampling options of every prompt.
+
+    Raises:
+        CallError: neither one for all nor one per prompt.
+    """
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if not isinstance(params, Sequence):
+        raise CallError(f"params: got {params!r}; allowed: SamplingParams, or a sequence with one per prompt")
+    if len(params) != num_prompts:
+        raise CallError(f"params: got {len(params)} for {num_prompts} prompts; allowed: one, or one per prompt")
+    return [check_params(option) for option in params]

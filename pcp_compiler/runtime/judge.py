@@ -42,9 +42,8 @@ def judge(
     """
     batch, device = step.batch, logits.device
     chosen = [i for i, rows in enumerate(step.rows) if rows.is_sampled]
-    outcome = Judgement([() for _ in step.rows], batch.query_start[1:] - 1)
     if not chosen:
-        return outcome
+        return judgement_of(step, [], None, tie_margin)
     counts = np.diff(batch.logit_start)[chosen]
     rows = RaggedRows.from_counts(counts, device)
     ends = batch.query_start[np.array(chosen) + 1]
@@ -55,13 +54,33 @@ def judge(
         to_tensor(batch.positions[ends - counts], device), verification=verification,
     )  # fmt: skip
     emitted = torch.column_stack([verdict.num_emitted, verdict.token_ids]).tolist()  # one wait for the device
-    for (num_tokens, *tokens), i, first in zip(emitted, chosen, ends - counts, strict=True):
+    best = None
+    if tie_margin and logits.shape[1] > 1 and any(step.rows[i].request.params.is_greedy for i in chosen):
+        best = tuple(logits.topk(2))
+    return judgement_of(step, emitted, best, tie_margin)
+
+
+def judgement_of(
+    step: Step, emitted: Sequence[Sequence[int]], best: tuple[Tensor, ...] | None, tie_margin: float
+) -> Judgement:
+    """Return what a verification gave each request.
+
+    Args:
+        emitted: for each request that is sampled, how many tokens it emits, and then these.
+        best: the two largest logits of each row and their ids, [L, 2] each; None: no ties are looked for.
+    """
+    batch = step.batch
+    chosen = [i for i, rows in enumerate(step.rows) if rows.is_sampled]
+    counts = np.diff(batch.logit_start)[chosen]
+    outcome = Judgement([() for _ in step.rows], batch.query_start[1:] - 1)
+    firsts = batch.query_start[1:][chosen] - counts
+    for (num_tokens, *tokens), i, first in zip(emitted, chosen, firsts.tolist(), strict=True):
         outcome.token_ids[i] = tuple(tokens[:num_tokens])
         outcome.last_rows[i] = first + max(num_tokens, 1) - 1
         if not num_tokens:
             outcome.failed.append(i)
-    if tie_margin:
-        _find_ties(step, logits, chosen, counts, outcome, tie_margin)
+    if best is not None and tie_margin:
+        _find_ties(step, best, chosen, counts, outcome, tie_margin)
     return outcome
 
 
@@ -79,12 +98,10 @@ def _draft_probs(step: Step, chosen: list[int], proposals: Sequence[Proposal | N
 
 
 def _find_ties(
-    step: Step, logits: Tensor, chosen: list[int], counts: np.ndarray, outcome: Judgement, tie_margin: float
+    step: Step, best: tuple[Tensor, ...], chosen: list[int], counts: np.ndarray, outcome: Judgement, tie_margin: float
 ) -> None:
-    if not any(step.rows[i].request.params.is_greedy for i in chosen) or logits.shape[1] < 2:
-        return
-    best = logits.topk(2)
-    margins, ids = (best.values[:, 0] - best.values[:, 1]).tolist(), best.indices.tolist()
+    values, indices = best
+    margins, ids = (values[:, 0] - values[:, 1]).tolist(), indices.tolist()
     for first, i in zip(np.cumsum(counts) - counts, chosen, strict=True):
         request = step.rows[i].request
         if not request.params.is_greedy:

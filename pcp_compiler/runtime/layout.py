@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pcp_compiler.config import ParallelConfig
 from pcp_compiler.passes.attach_kv import BLOCK_TABLES, SLOTS, SPANS
+from pcp_compiler.passes.gather_kv import EXPANDED_SLOTS
 from pcp_compiler.plan.dispatch import LiveBatch, context_bound
 from pcp_compiler.plan.partition import Partition, partition_batch
 from pcp_compiler.ranks import index_tensors
@@ -77,14 +78,19 @@ def step_index(batch: Batch, partition: Partition | None, block_size: int, live:
     }
     if partition is None:
         return StepIndex(whole, (), None, live)
+    views = [local_view(batch, partition, rank) for rank in range(len(partition.per_rank))]
+    of_all_ranks = {
+        SLOTS: whole[SLOTS],
+        BLOCK_TABLES: whole[BLOCK_TABLES],
+        EXPANDED_SLOTS: host_tensor(views[0].expanded_slots),
+    }
     ranks = tuple(
         {
             **index_tensors(partition, rank, torch.device("cpu")),
-            SLOTS: whole[SLOTS],
-            BLOCK_TABLES: whole[BLOCK_TABLES],
-            SPANS: spans_tensor(local_view(batch, partition, rank).spans),
+            **of_all_ranks,
+            SPANS: spans_tensor(view.spans),
         }
-        for rank in range(len(partition.per_rank))
+        for rank, view in enumerate(views)
     )
     return StepIndex(whole, ranks, partition, live)
 

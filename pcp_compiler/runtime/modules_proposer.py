@@ -71,7 +71,8 @@ class ModulesProposer(Proposer):
             return proposals
         going_on = sampled.going_on
         tokens, probs = self._run_modules(step, window, going_on)
-        filled = self._collect(proposals, window.batch.seq_lens - 1, going_on, tokens, probs)
+        drafts = torch.stack(tokens, 1).tolist() if tokens else []
+        filled = self._collect(proposals, window.batch.seq_lens - 1, going_on, drafts, probs)
         return [proposal.take(num_draft_tokens) for proposal in filled]
 
     def _window(self, step: Step, sampled: Sampled, previous: Sequence[Proposal | None]) -> _Window:
@@ -126,7 +127,7 @@ class ModulesProposer(Proposer):
             if options is not None:
                 token, chances = sample_draft(logits.float(), options, starts, number)
                 tokens.append(token)
-                probs.append(chances)
+                probs += [] if self._is_greedy else [chances]
         return tokens, probs
 
 

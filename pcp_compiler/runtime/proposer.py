@@ -115,19 +115,18 @@ class Proposer(ABC):
         """
 
     def _collect(
-        self, proposals: list[Proposal], positions: np.ndarray, going_on: np.ndarray, tokens: list[Tensor],
-        probs: list[Tensor],
+        self, proposals: list[Proposal], positions: np.ndarray, going_on: np.ndarray, drafts: Sequence[Sequence[int]],
+        probs: Sequence[Tensor] = (),
     ) -> list[Proposal]:  # fmt: skip
         """Return the proposals with drafts for the requests that go on.
 
         Args:
-            positions: of the row that made each request's first draft, [R]. tokens, probs: of each draft step, [R'],
-                [R', V].
+            positions: of the row that made each request's first draft, [R]. drafts: [R', K]. probs: [R', V] of each
+                draft step; none for greedy drafts.
         """
         filled = list(proposals)
-        drafts = torch.stack(tokens, 1).tolist() if tokens else [()] * len(going_on)
         for column, i in enumerate(going_on):
-            kept = None if self._is_greedy else torch.stack([p[column] for p in probs])
+            kept = torch.stack([p[column] for p in probs]) if probs else None
             made = Proposal(tuple(drafts[column]), kept, filled[i].num_rows, filled[i].hidden)
             limit = self._max_positions
             filled[i] = made if limit is None else made.take(max(0, limit - int(positions[i])))
@@ -164,15 +163,15 @@ class ChainProposer(Proposer):
     def _chain(
         self, step: Step, batch: Batch, going_on: np.ndarray, last_rows: np.ndarray, recycled: Tensor, logits: Tensor,
         num_draft_tokens: int,
-    ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-        """Return draft tokens and their distributions, one [R'] and [R', V] per draft step."""
+    ) -> tuple[list[list[int]], list[Tensor]]:  # fmt: skip
+        """Return draft tokens [R', K] and their distributions, [R', V] per draft step."""
         options = SamplingRows.from_params(self._params(step, going_on), self._device)
         start = ChainStart(
             logits, recycled, batch.positions[last_rows[going_on]] + 1, batch.seq_lens[going_on],
             batch.block_tables[going_on],
         )  # fmt: skip
         tokens, probs = self.chains.run(num_draft_tokens, start, options)
-        return list(tokens.unbind(1)), [] if probs is None else list(probs.unbind(1))
+        return tokens.tolist(), [] if probs is None else list(probs.unbind(1))
 
 
 class MTPProposer(ChainProposer):
@@ -211,6 +210,24 @@ class MTPProposer(ChainProposer):
             return proposals
         tokens, probs = self._chain(step, batch, going_on, last_rows, recycled, logits, num_draft_tokens)
         return self._collect(proposals, batch.positions[last_rows], going_on, tokens, probs)
+
+    def count_round(self, num_draft_tokens: int) -> None:
+        """Count a first pass and a chain that ran as part of a captured round."""
+        self.model.counts.num_whole += 2
+        self.chains.counts.first_builds += self.mode == "replicated"
+        self.chains.count(num_draft_tokens)
+
+    def collect_round(
+        self, step: Step, token_ids: list[tuple[int, ...]], last_rows: np.ndarray, drafts: Sequence[Sequence[int]]
+    ) -> list[Proposal]:
+        """Return the proposals of a captured round: of requests that emitted, the others get none.
+
+        Args:
+            token_ids, last_rows: see `Sampled`. drafts: [R, K].
+        """
+        going_on = np.array([i for i, tokens in enumerate(token_ids) if tokens], dtype=np.int64)
+        positions = step.batch.positions[last_rows]
+        return self._collect([Proposal()] * len(step.rows), positions, going_on, [drafts[i] for i in going_on])
 
     def _next_ids(self, step: Step, sampled: list[tuple[int, ...]]) -> np.ndarray:
         """Return for each row the token at the next position, [T]; rows behind the last that counts keep any token.

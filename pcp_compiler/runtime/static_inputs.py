@@ -8,6 +8,7 @@ token inputs; a dim without a name would be an input that nobody pads, which is 
     spans       runs of rows of one request       spans [spans, 4]
     kv_blocks   KV blocks of the longest request
     logit_rows  rows that get logits
+    drafts      rows that are not the first of their request
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ class StaticForm:
 
     inputs: tuple[StaticInput, ...]
     outputs: tuple[tuple[int | str, ...], ...]
+    """Sizes of each result, at least those of its first dims that have a name."""
     logit_rows: str
     """What there are as many of as rows with logits: rows or requests."""
 

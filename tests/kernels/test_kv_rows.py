@@ -225,3 +225,20 @@ def test_a_write_is_one_launch_without_a_copy(monkeypatch: pytest.MonkeyPatch) -
     ((grid, (k, v, *_)),) = launches
     assert grid == (6, 1, 2)
     assert k.data_ptr() == expanded.data_ptr() and v.data_ptr() == expanded[:, 16:].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((4, 6), 0), ((1, 4, 6), 1), ((1, 1, 4, 2, 3), 2), ((1, 0, 6), 1), ((4,), 0)]
+)
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_a_contribution_of_wanted_rows_is_the_same_in_one_launch(
+    shape: tuple[int, ...], dim: int, is_dense: bool
+) -> None:
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(4))
+    x = x if is_dense else torch.stack([x, x], -1)[..., 0]
+    num_rows = shape[dim]
+    sources, rank = torch.tensor([9, num_rows, 1, 0, num_rows, 2 * num_rows - 1]), torch.tensor(1)
+    if num_rows == 0:
+        sources = torch.empty(0, dtype=torch.int64)
+    owned = ops._owned_rows_cuda(x.to(DEVICE), sources.to(DEVICE), rank.to(DEVICE), dim)
+    assert_same_bits(owned, ops.owned_rows(x, sources, rank, dim))

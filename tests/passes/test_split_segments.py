@@ -29,11 +29,13 @@ from pcp_compiler.invariants import check_values
 from pcp_compiler.pass_api import Pass, PassContext, PassResult, Phase, calls
 from pcp_compiler.passes import split_segments
 from pcp_compiler.passes.attach_kv import BLOCK_TABLES, SLOTS, SPANS
+from pcp_compiler.passes.gather_kv import EXPANDED_SLOTS
 from pcp_compiler.passes.split_segments import SplitSegments
 from pcp_compiler.pipeline import Lowered, lower, passes_for, run_pass
 from pcp_compiler.plan.partition import Partition, partition_batch
 from pcp_compiler.program import RankProgram
 from pcp_compiler.ranks import LockstepResult, index_tensors, run_lockstep
+from pcp_compiler.runtime.batch import PAD_SLOT
 from tests.matrix.families import CONFIGS
 from tests.passes.draft_steps import Step, chain_phase, trace_step
 from tests.passes.models import CASES, NUM_IDS, Decoder, DecoderSettings, build
@@ -295,11 +297,11 @@ def test_a_graph_that_is_cut_already_is_left_alone(name: str, pcp_size: int) -> 
 
 def test_cuts_stay_outside_in_their_order_and_attention_reads_what_the_write_returns() -> None:
     whole, split = lower_both(case("llama"), 2, CACHED)
-    order = (*ops.COLLECTIVES, ops.GATHER_WAIT, kv_ops.STORE_KV, kv_ops.PAGED_ATTENTION)
+    order = (*ops.COLLECTIVES, kv_ops.STORE_GATHERED_KV, kv_ops.PAGED_ATTENTION)
     outside = [node.name for node in calls(split.graph_module, *order)]
     assert outside == [node.name for node in calls(whole.graph_module, *order)]
     for attention in calls(split.graph_module, kv_ops.PAGED_ATTENTION):
-        assert attention.args[1].target is kv_ops.STORE_KV  # type: ignore[union-attr]
+        assert attention.args[1].target is kv_ops.STORE_GATHERED_KV  # type: ignore[union-attr]
     for segment in find_segments(split.graph_module).values():
         assert not list(calls(segment, *order))
 
@@ -343,7 +345,8 @@ def test_thirty_layers_have_three_segments_first_middle_and_last(pcp_size: int) 
     assert lowered.program.segments == (0, *[1] * 29, 2)
     counted, cut = lowered.decisions.entries["segments"]
     assert counted == "31 segments, 3 of them unique: segment_0 x1, segment_1 x29, segment_2 x1"
-    assert "pcp.store_kv.default x30, pcp.paged_attention.default x30" in cut
+    write = "pcp.store_kv.default" if pcp_size == 1 else "pcp.store_gathered_kv.default"
+    assert f"{write} x30, pcp.paged_attention.default x30" in cut
     assert lowered.program.source.count("\ndef segment_") == 3
 
 
@@ -532,12 +535,14 @@ def test_values_inside_segments_and_of_their_calls_are_checked() -> None:
 def cached_index(partition: Partition, program: RankProgram) -> list[dict[str, Tensor]]:
     """Return index tensors and caches of ranks that share one prompt, stored from block 1 on."""
     num_tokens = len(partition.restore)
+    expanded_slots = torch.full((len(partition.gather),), PAD_SLOT)
+    expanded_slots[torch.from_numpy(partition.restore)] = torch.arange(num_tokens) + BLOCK_SIZE
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     found = []
     for rank in range(len(partition.per_rank)):
         spans = [(0, span.local_start, span.num_tokens, span.global_stop) for span in partition.spans[rank]]
         found.append(index_tensors(partition, rank, torch.device("cpu")))
-        found[-1][SLOTS] = torch.arange(num_tokens) + BLOCK_SIZE
+        found[-1][SLOTS], found[-1][EXPANDED_SLOTS] = torch.arange(num_tokens) + BLOCK_SIZE, expanded_slots
         found[-1][SPANS] = torch.tensor(spans, dtype=torch.int64).reshape(-1, 4)
         found[-1][BLOCK_TABLES] = torch.arange(1, num_blocks + 1, dtype=torch.int32)[None]
         for node in program.graph_module.graph.find_nodes(op="placeholder"):

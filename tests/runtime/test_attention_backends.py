@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pcp_compiler import kv_formats
 from pcp_compiler.errors import UnsupportedGraphError
 from pcp_compiler.kv_ops import PAGED_ATTENTION
 from pcp_compiler.plan.capabilities import AttentionCapabilities, AttentionNeeds, find_backend, load_records
@@ -49,7 +50,9 @@ def dtype_of(record: AttentionCapabilities) -> torch.dtype:
     return getattr(torch, name)  # type: ignore[no-any-return]
 
 
-def attend(name: str, dtype: torch.dtype, spans: list[list[int]], options: dict[str, Any]) -> Tensor:
+def attend(
+    name: str, dtype: torch.dtype, spans: list[list[int]], options: dict[str, Any], *, has_fp8_kv: bool = False
+) -> Tensor:
     """Return 8 rows attending to random K/V; slots that no span may read hold NaN."""
     generator = torch.Generator().manual_seed(0)
     caches = [torch.randn(11 * BLOCK_SIZE + 1, 2, 16, generator=generator).to(torch.bfloat16) for _ in range(2)]
@@ -61,6 +64,8 @@ def attend(name: str, dtype: torch.dtype, spans: list[list[int]], options: dict[
             seen[int(TABLES[request, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE] = True
     for cache in caches:
         cache[~seen.to(DEVICE)] = float("nan")
+    if has_fp8_kv:
+        caches = [as_fp8(cache) for cache in caches]
     options = {key: value.to(dtype) if isinstance(value, Tensor) else value for key, value in options.items()}
     return PAGED_ATTENTION(  # type: ignore[no-any-return]
         q, q.new_empty(0), *caches, torch.tensor(spans, device=DEVICE), TABLES, block_size=BLOCK_SIZE, layer=0,
@@ -86,6 +91,28 @@ def test_a_backend_gives_what_the_reference_gives_in_float64(
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
     live = sum(span[2] for span in ROWS[rows])
     assert (out[0, live:] == 0).all()
+
+
+def as_fp8(cache: Tensor) -> Tensor:
+    """Return a cache with the same rows in eight bits."""
+    shape, dtype = kv_formats.cache_shape(tuple(cache.shape[1:]), kv_formats.FP8)
+    packed = torch.zeros(len(cache), *shape, dtype=dtype, device=cache.device)
+    kv_formats.write_rows(packed, torch.arange(len(cache), device=cache.device), cache)
+    return packed
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("record", [record for record in RECORDS if record.fp8_kv], ids=lambda record: record.name)
+def test_a_backend_that_claims_fp8_reads_rows_with_their_scales(record: AttentionCapabilities, rows: str) -> None:
+    if record.find_gaps(AttentionNeeds("full", pcp=rows == "zigzag", device=DEVICE)):
+        pytest.skip(f"{record.name} does not claim it")
+    dtype = dtype_of(record)
+    out = attend(record.name, dtype, ROWS[rows], {}, has_fp8_kv=True)
+    expected = attend("sdpa", torch.float64, ROWS[rows], {}, has_fp8_kv=True)
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+    exact = attend("sdpa", torch.float64, ROWS[rows], {})
+    assert 1e-4 < (out.double() - exact).abs().max() < 0.2, "eight bits were not read, or read wrongly"
 
 
 @pytest.fixture(scope="module")

@@ -48,9 +48,10 @@ def test_captured_steps_give_the_tokens_of_the_eager_model_and_were_replayed(
     tiny.check_greedy(decoder, PROMPTS, 12)
     assert stats.num_captures == num_made > 0, "a capture was made while requests ran"
     names = {name.split(":")[0] for name in stats.hits}
-    assert "target" in names
+    assert names & {"target", "round, K = 3"}
     assert draft == "none" or any(name.startswith("draft") for name in names)
     assert any("chain" in name for name in names) == (draft in ("mtp", "model"))
+    assert any("round" in name for name in names) == (draft == "mtp")
     assert not {miss for miss in stats.misses if "no prefill capture" not in miss}
     assert stats.num_replays == sum(stats.hits.values()) > 10
     assert 0 <= stats.pad_waste < 0.6 and stats.num_bytes > 0
@@ -86,6 +87,18 @@ def test_pieces_of_prompts_and_decodes_are_replayed_on_every_rank(
     if pcp_size > 1:
         counts = decoder.target.counts
         assert counts.num_sharded > 0 and counts.num_rows < counts.num_global_rows * (1 + 4 / pcp_size)
+
+
+def test_named_ops_stay_out_of_the_pieces_of_target_and_drafter(tiny: Tiny) -> None:
+    decoder = make_decoder(tiny, "mtp", 1, mode="piecewise", splitting_ops=["aten.mm"])
+    plain = make_decoder(tiny, "mtp", 1, mode="piecewise")
+    tiny.check_greedy(decoder, PROMPTS[:2], 6)
+    assert decoder.proposer is not None and plain.proposer is not None
+    for model, other in ((decoder.target, plain.target), (decoder.proposer.models[0], plain.proposer.models[0])):
+        cut, whole = (len(m._split["whole"].program.segments) for m in (model, other))
+        assert cut > whole
+    with pytest.raises(ConfigError, match=r"capture\.splitting_ops: got 'mine\.op', which is no op"):
+        make_decoder(tiny, "none", 1, mode="piecewise", splitting_ops=["mine.op"])
 
 
 def test_a_piece_that_gets_another_size_is_a_fault_of_ours(tiny: Tiny) -> None:

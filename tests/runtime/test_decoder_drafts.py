@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from pcp_compiler.runtime import decoder as decoder_module
+from pcp_compiler.runtime import judge as judge_module
 from pcp_compiler.runtime.decoder import SpeculativeDecoder
+from pcp_compiler.runtime.judge import Judgement
 from pcp_compiler.runtime.layout import partition_step
 from pcp_compiler.runtime.proposer import MTPProposer
 from pcp_compiler.runtime.request import Request
 from pcp_compiler.runtime.sampling import SamplingParams
 from pcp_compiler.runtime.scheduler import Step
-from tests.runtime.tiny import LENGTHS, Tiny, make_prompt, record_steps, run_checked
+from tests.runtime.tiny import LENGTHS, VOCAB_SIZE, Tiny, make_prompt, record_steps, run_checked
 
 PROMPTS = [make_prompt(length) for length in LENGTHS]
 
@@ -98,6 +103,40 @@ def test_a_rejection_leaves_only_the_sampled_token_to_read(tiny: Tiny, monkeypat
     rounds = [(a, size) for a, size in zip(accepted[1:-1], sizes[1:-1], strict=True)]
     assert {size for a, size in rounds if a < 3} == {1}
     assert {size for a, size in rounds if a == 3} <= {2}
+
+
+@pytest.mark.parametrize("draft", ["mtp", "mtp3", "model"])
+@pytest.mark.parametrize("num_drafts", [1, 2, 3])
+def test_b77_after_any_two_numbers_of_accepted_drafts_the_next_drafts_are_right(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, draft: str, num_drafts: int
+) -> None:
+    counts = range(num_drafts + 1)
+    wanted = [count for pair in product(counts, counts) for count in pair]
+    decoder = tiny.decoder(draft, num_drafts=num_drafts)
+    monkeypatch.setattr(decoder_module, "judge", judge_that_accepts(iter(wanted)))
+    requests = submit_all(decoder, [make_prompt(9)], num_new=70)
+    for accepted in (0, *wanted):  # the first step reads the prompt
+        num_tokens = len(requests[0].token_ids)
+        decoder.step()
+        assert len(requests[0].token_ids) == num_tokens + accepted + 1
+        assert tiny.check_drafts(draft, requests) == num_drafts
+
+
+def judge_that_accepts(counts: Iterator[int]) -> Any:
+    """Return a `judge` that accepts given numbers of drafts, whatever the target says of them."""
+
+    def judge(step: Step, *args: Any, **options: Any) -> Judgement:
+        found = judge_module.judge(step, *args, **options)
+        for i, rows in enumerate(step.rows):
+            if rows.num_drafts:
+                count, end = next(counts), int(step.batch.query_start[i + 1])
+                drafts = step.batch.input_ids[end - rows.num_drafts : end].tolist()
+                other = (drafts[min(count, rows.num_drafts - 1)] + 1) % VOCAB_SIZE
+                found.token_ids[i] = (*drafts[:count], other)
+                found.last_rows[i] = end - 1 - rows.num_drafts + count
+        return found
+
+    return judge
 
 
 def test_rows_that_accept_different_numbers_move_on_by_their_own(tiny: Tiny) -> None:

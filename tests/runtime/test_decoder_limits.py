@@ -29,6 +29,11 @@ PROMPTS = [make_prompt(length) for length in LENGTHS]
         ([1, 2.0], r"prompt_ids\[1\]: got 2.0; allowed: a flat sequence of integers"),
         ([[1, 2]], r"prompt_ids\[0\]: got \[1, 2\]"),
         (["a"], r"prompt_ids\[0\]: got 'a'"),
+        ("a", r"prompt_ids: got 'a'; allowed: a flat sequence of integers"),
+        (5, "prompt_ids: got 5; allowed"),
+        (None, "prompt_ids: got None; allowed"),
+        ({1: 2}, r"prompt_ids: got \{1: 2\}; allowed"),
+        (torch.tensor(3), r"prompt_ids: got tensor\(3\); allowed"),
         ([1] * 30, "30 tokens, which leaves none of limits.max_model_len 30"),
         ([1] * 31, "31 tokens"),
     ],
@@ -52,6 +57,16 @@ def test_one_set_of_params_per_prompt_or_one_for_all(tiny: Tiny) -> None:
     decoder = tiny.decoder("none")
     with pytest.raises(CallError, match="params: got 1 for 2 prompts"):
         decoder.generate(PROMPTS[:2], [SamplingParams(1)])
+
+
+@pytest.mark.parametrize("params", [None, 5, {"max_new_tokens": 3}, [SamplingParams(2), None]])
+def test_params_that_are_none_are_refused_and_nothing_is_queued(tiny: Tiny, params: Any) -> None:
+    decoder = tiny.decoder("none")
+    with pytest.raises(CallError, match=r"params: got .*; allowed: SamplingParams"):
+        decoder.generate(PROMPTS[:2], params, progress=False)
+    with pytest.raises(CallError, match="params: got None; allowed: SamplingParams"):
+        decoder.submit(PROMPTS[0], None)  # type: ignore[arg-type]
+    assert not decoder.scheduler.has_work
 
 
 def test_a_request_without_new_tokens_is_done_at_once(tiny: Tiny) -> None:
