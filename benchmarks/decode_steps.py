@@ -152,12 +152,12 @@ def measure(
     del plain
     decoder = make_decoder(target, draft, options, context, batch, mode, numerics)
     parts: dict[str, list[float]] = {}
-    whole, _ = run(decoder, context, batch, options.steps, parts)
+    whole, tokens_of_rounds = run(decoder, context, batch, options.steps, parts)
     stats = decoder.capture_stats()
     medians = {name: statistics.median(times) for name, times in parts.items()}
     return Row(
-        options.shape, f"{mode}, {numerics}", batch, context, decode, medians["verify"], medians["proposal"], whole, stats.num_replays,
-        stats.misses.total(), tokens,
+        options.shape, f"{mode}, {numerics}", batch, context, decode, medians["verify"], medians["proposal"], whole,
+        stats.num_replays, stats.misses.total(), tokens + tokens_of_rounds,
     )  # fmt: skip
 
 
@@ -197,6 +197,7 @@ def run(
     times = [timed(decoder.step) for _ in range(steps)]
     tokens = list(requests[0].output_ids[: steps])
     if decoder.proposer is not None:
+        decoder.rounds = None  # a captured round has no parts
         hook(decoder, parts)
         for _ in range(steps):
             decoder.step()

@@ -32,15 +32,17 @@ class NamedKernel:
         Raises:
             KernelError: when that is called, and Triton cannot compile or launch this variant.
         """
-        return partial(self._launch, self._kernel[grid])
+        run = self._kernel.run  # what Triton's own kernel[grid] calls, which would pack all arguments once more
 
-    def _launch(self, launch: Callable[..., object], *args: object, **options: object) -> None:
-        try:
-            launch(*args, **options)
-        except Exception as fault:  # whatever it is, Triton raised it: nothing else runs in there
-            if any(text in str(fault) for text in _FAULTS_OF_OTHERS):
-                raise
-            raise KernelError(self._describe(fault, args, options)) from fault
+        def launch(*args: object, **options: object) -> None:
+            try:
+                run(*args, grid=grid, warmup=False, **options)
+            except Exception as fault:  # whatever it is, Triton raised it: nothing else runs in there
+                if isinstance(fault, RuntimeError) and any(text in str(fault) for text in _FAULTS_OF_OTHERS):
+                    raise
+                raise KernelError(self._describe(fault, args, options)) from fault
+
+        return launch
 
     def _describe(self, fault: Exception, args: Iterable[object], options: Mapping[str, object]) -> str:
         """Return the message: kernel, constants and launch options, the other arguments, knob, cause."""

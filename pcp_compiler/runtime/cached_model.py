@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -214,6 +215,8 @@ class CachedModel:
 
     def _make_pieces(self) -> None:
         assert self.captures is not None
+        for pieces in chain.from_iterable(self._pieces.values()):
+            pieces.drop()
         self._pieces = {}
         for kind, lowered in self._split.items():
             num_ranks = len(self.caches) if kind == "whole" else self.pcp_size

@@ -68,6 +68,10 @@ class Pieces:
 
         return run
 
+    def drop(self) -> None:
+        """Forget the captures for good; what was counted stays."""
+        self._held.clear()
+
     def _capture(
         self, capture_size: int, number: int, segment: Callable[..., Sequence[Any]], arguments: tuple[Any, ...]
     ) -> _Piece:

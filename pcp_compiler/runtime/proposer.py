@@ -212,10 +212,11 @@ class MTPProposer(ChainProposer):
         return self._collect(proposals, batch.positions[last_rows], going_on, tokens, probs)
 
     def count_round(self, num_draft_tokens: int) -> None:
-        """Count a first pass and a chain that ran as part of a captured round."""
-        self.model.counts.num_whole += 2
+        """Count a first pass, and a chain unless K is 0, that ran as part of a captured round."""
+        self.model.counts.num_whole += 1 + (num_draft_tokens > 0)
         self.chains.counts.first_builds += self.mode == "replicated"
-        self.chains.count(num_draft_tokens)
+        if num_draft_tokens:
+            self.chains.count(num_draft_tokens)
 
     def collect_round(
         self, step: Step, token_ids: list[tuple[int, ...]], last_rows: np.ndarray, drafts: Sequence[Sequence[int]]

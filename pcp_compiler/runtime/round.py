@@ -82,7 +82,8 @@ class Rounds:
         )
 
     def _live(self, batch: Batch, num_draft_tokens: int) -> LiveBatch:
-        context = context_bound(batch.seq_lens, max_model_len=self._max_model_len, num_ahead=num_draft_tokens - 1)
+        num_ahead = max(0, num_draft_tokens - 1)
+        context = context_bound(batch.seq_lens, max_model_len=self._max_model_len, num_ahead=num_ahead)
         width = int(batch.query_lens.max())
         return LiveBatch("proposal", batch.num_tokens, batch.num_requests, width, context, num_draft_tokens)
 
@@ -123,12 +124,12 @@ class Rounds:
         first = {"next_ids": next_ids[None], "hidden": hidden, "positions": positions, "logit_rows": last_rows}
         model = self._proposer.model
         recycled, draft_logits = model.run_captured({**values, **first})
-        starts = positions[:, last_rows] + 1
-        drafts, *_ = model.run_captured(
-            {"logits": draft_logits, "hidden": recycled[None], "positions": starts, BLOCK_TABLES: values[BLOCK_TABLES]},
-            self._proposer.chains.lower(num_draft_tokens).program,
-        )
-        table = torch.column_stack([verdict.num_emitted, verdict.token_ids, drafts])
+        columns = [verdict.num_emitted, verdict.token_ids]
+        if num_draft_tokens:
+            chain = {"logits": draft_logits, "hidden": recycled[None], "positions": positions[:, last_rows] + 1,
+                     BLOCK_TABLES: values[BLOCK_TABLES]}  # fmt: skip
+            columns += model.run_captured(chain, self._proposer.chains.lower(num_draft_tokens).program)[:1]
+        table = torch.column_stack(columns)
         return [table, *logits.float().topk(2)] if self._has_ties else [table]
 
     def _judge(self, values: Mapping[str, Tensor], logits: Tensor) -> tuple[RaggedRows, Verdict]:

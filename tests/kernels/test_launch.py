@@ -63,10 +63,8 @@ class Failing:
         self.fn = kernel.fn
         self._fault = fault
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return self._fail
-
-    def _fail(self, *args: object, **options: object) -> None:
+    def run(self, *args: object, **options: object) -> None:
+        """Fail."""
         raise self._fault
 
 

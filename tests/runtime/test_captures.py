@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -111,6 +113,27 @@ def test_a_piece_that_gets_another_size_is_a_fault_of_ours(tiny: Tiny) -> None:
         pieces.runner(size)(number, lambda *_: [], tuple(wrong))
 
 
+@pytest.mark.parametrize("schedule", [[[1, 4, 0]], [[1, 1, 0], [2, 3, 2], [4, 4, 0]], [[1, 1, 3], [2, 4, 1]]])
+@pytest.mark.parametrize("draft", ["mtp", "model"])
+def test_every_k_of_a_schedule_is_captured_and_0_is_one(tiny: Tiny, draft: str, schedule: list[list[int]]) -> None:
+    drafter = tiny.drafters[draft]
+    config: dict[str, Any] = {
+        "limits": LIMITS, "capture": {"mode": "full_decode", "executor": "replay"},
+        "draft": {"method": drafter.capabilities.method, "k_schedule": schedule},
+    }  # fmt: skip
+    decoder = SpeculativeDecoder(tiny.target, config, drafter, compile_cache=tiny.compile_cache)
+    params = [SamplingParams(count) for count in (20, 9, 5, 14, 11)]
+    for prompt, option, made in zip(PROMPTS, params, decoder.generate(PROMPTS, params, progress=False), strict=True):
+        assert made.token_ids == tiny.greedy(prompt, option.max_new_tokens)
+    assert set(decoder.num_proposals) == {k for _, _, k in schedule}
+    stats = decoder.capture_stats()
+    assert stats.num_replays > 10
+    assert not {miss for miss in stats.misses if not miss.startswith("round") and "no prefill capture" not in miss}
+    if draft == "mtp":
+        rounds = {name.split(":")[0] for name in stats.hits if name.startswith("round")}
+        assert rounds == {f"round, K = {k}" for _, _, k in schedule}
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_sampled_tokens_are_the_same_with_and_without_captures(tiny: Tiny, seed: int) -> None:
     params = [SamplingParams(10, temperature=1.0, seed=seed + number) for number in range(len(PROMPTS))]
@@ -179,6 +202,29 @@ def test_new_weights_are_captured_again(tiny: Tiny) -> None:
     finally:
         tiny.target.model.layers[0].mlp.down_proj.weight = weight
         tiny.forget_answers()
+
+
+def test_pieces_of_old_weights_are_given_up(tiny: Tiny) -> None:
+    decoder = make_decoder(tiny, "mtp", 2, mode="piecewise")
+    tiny.check_greedy(decoder, PROMPTS[:2], 6)
+    stats = decoder.capture_stats()
+    old, num_made = list(stats.pieces), stats.num_piece_captures
+    captures = [weakref.ref(piece.capture) for pieces in old for piece in pieces._held.values()]
+    assert captures and len(captures) == num_made
+    weight = tiny.target.model.layers[0].mlp.down_proj.weight
+    before = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight.mul_(-1.5)
+        tiny.forget_answers()
+        tiny.check_greedy(decoder, PROMPTS[:2], 6)
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+        tiny.forget_answers()
+    assert stats.num_piece_captures > num_made
+    gc.collect()
+    assert not any(capture() for capture in captures), "memory of captures that no step can replay"
 
 
 def test_cuda_graphs_without_cuda_are_refused_with_what_is_allowed(tiny: Tiny) -> None:

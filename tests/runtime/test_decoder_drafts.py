@@ -114,7 +114,7 @@ def test_b77_after_any_two_numbers_of_accepted_drafts_the_next_drafts_are_right(
     wanted = [count for pair in product(counts, counts) for count in pair]
     decoder = tiny.decoder(draft, num_drafts=num_drafts)
     monkeypatch.setattr(decoder_module, "judge", judge_that_accepts(iter(wanted)))
-    requests = submit_all(decoder, [make_prompt(9)], num_new=70)
+    requests = submit_all(decoder, [make_prompt(5)], num_new=91)
     for accepted in (0, *wanted):  # the first step reads the prompt
         num_tokens = len(requests[0].token_ids)
         decoder.step()
