@@ -1,4 +1,4 @@
-"""Integers that say what rows read, write and hold: attention metadata, shifted ids, padding; one launch each.
+"""Integers that say what rows read and write: attention metadata, shifted ids; one launch each.
 
 Layouts, with the letters of the kernels' argument suffixes:
 
@@ -20,9 +20,7 @@ from torch import Tensor
 from pcp_compiler.kernels.launch import NO_KNOB, named_kernel
 
 TILE = 128
-"""Rows of a program where a row is a number or two: one a thread, so none reads what another has advanced in place."""
-WIDE_TILE = 1024
-"""Elements of a program where a row may be a table."""
+"""Rows of a program: one a thread."""
 MAX_REQUESTS = 2**16 - 1
 """Of a step: what the search for a row's request can tell apart; its length is fixed: one variant serves all."""
 
@@ -65,16 +63,16 @@ def advance_metadata(
     Args:
         spans: [N, 4], int64, contiguous, from `build_metadata` with the same tables and sizes.
     """
-    advanced, slots = _empty_metadata(len(spans), spans.device)
-    _advance(spans, block_tables, advanced, slots, by, block_size, max_model_len)
+    num_rows = len(spans)
+    assert spans.shape == (num_rows, 4) and spans.is_contiguous() and by >= 1
+    _check_tables(block_tables, num_rows)
+    advanced, slots = _empty_metadata(num_rows, spans.device)
+    if num_rows:
+        _advance_metadata_kernel[(triton.cdiv(num_rows, TILE),)](
+            spans, block_tables, advanced, slots, num_rows, block_tables.stride(0), block_tables.shape[1], by,
+            max_model_len, KV_BLOCK_SIZE=block_size, TILE=TILE, **_WITH_ASSERTIONS,
+        )  # fmt: skip
     return advanced, slots
-
-
-def advance_metadata_(
-    spans: Tensor, slots: Tensor, block_tables: Tensor, *, by: int, block_size: int, max_model_len: int
-) -> None:
-    """Write what `advance_metadata` returns over the spans and slots there are; the slots are not read."""
-    _advance(spans, block_tables, spans, slots, by, block_size, max_model_len)
 
 
 def shift_ids(
@@ -116,28 +114,6 @@ def shift_ids(
     return next_ids, last_rows
 
 
-def fill_pads(
-    counts: Tensor, *, input_ids: Tensor, positions: Tensor, slots: Tensor, spans: Tensor | None = None,
-    block_tables: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Make what stands behind the live part of a batch's static buffers neutral: slots -1, everything else 0.
-
-    Args:
-        counts: [3], on the device: live rows, live spans, live requests; none may be more than its buffers hold.
-        input_ids, positions, slots: [T] or [1, T]. spans: [N, 4]. block_tables: [R, B]. All are contiguous integers of
-            any width; None: there is no such buffer.
-    """
-    buffers = (input_ids, positions, slots, spans, block_tables)
-    numels = [0 if buffer is None else buffer.numel() for buffer in buffers]
-    assert all(buffer is None or buffer.is_contiguous() for buffer in buffers)
-    assert counts.shape == (3,) and counts.is_contiguous() and len(set(numels[:3])) == 1
-    if max(numels):
-        _fill_pads_kernel[(triton.cdiv(max(numels), WIDE_TILE),)](
-            counts, *buffers, numels[0], *numels[3:], 0 if block_tables is None else block_tables.shape[1],
-            TILE=WIDE_TILE,
-        )  # fmt: skip
-
-
 def _check_tables(block_tables: Tensor, num_rows: int) -> None:
     assert len(block_tables) == num_rows, f"{len(block_tables)} block tables for {num_rows} rows"
     assert block_tables.stride(1) == 1 or block_tables.shape[1] == 1
@@ -148,20 +124,6 @@ def _empty_metadata(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor
     """Return tensors for spans [N, 4] and slots [N]."""
     spans = torch.empty(num_rows, 4, dtype=torch.int64, device=device)
     return spans, torch.empty(num_rows, dtype=torch.int64, device=device)
-
-
-def _advance(
-    spans: Tensor, block_tables: Tensor, advanced: Tensor, slots: Tensor, by: int, block_size: int, max_model_len: int
-) -> None:
-    num_rows = len(spans)
-    assert spans.shape == (num_rows, 4) and slots.shape == (num_rows,) and by >= 1
-    assert spans.is_contiguous() and slots.is_contiguous()
-    _check_tables(block_tables, num_rows)
-    if num_rows:
-        _advance_metadata_kernel[(triton.cdiv(num_rows, TILE),)](
-            spans, block_tables, advanced, slots, num_rows, block_tables.stride(0), block_tables.shape[1], by,
-            max_model_len, KV_BLOCK_SIZE=block_size, TILE=TILE, **_WITH_ASSERTIONS,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -266,21 +228,3 @@ def _load_requests(query_start_R, num_drafts_R, verdict_rows_R, num_emitted_V, r
     verdict_rows = tl.load(verdict_rows_R + requests, mask=mask, other=-1).to(tl.int32)
     emitted = tl.load(num_emitted_V + verdict_rows, mask=mask & (verdict_rows >= 0), other=0).to(tl.int32)
     return ends, firsts, verdict_rows, emitted
-
-
-@named_kernel(NO_KNOB)
-@triton.jit
-def _fill_pads_kernel(
-    counts, input_ids_T, positions_T, slots_T, spans_N4, tables_RB, num_rows, spans_numel, tables_numel, num_blocks,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    elements = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    is_pad = (elements >= tl.load(counts)) & (elements < num_rows)
-    tl.store(input_ids_T + elements, 0, mask=is_pad)
-    tl.store(positions_T + elements, 0, mask=is_pad)
-    tl.store(slots_T + elements, _PAD_SLOT, mask=is_pad)
-    if spans_N4 is not None:
-        tl.store(spans_N4 + elements, 0, mask=(elements >= tl.load(counts + 1) * 4) & (elements < spans_numel))
-    if tables_RB is not None:
-        num_live = tl.load(counts + 2) * num_blocks
-        tl.store(tables_RB + elements, 0, mask=(elements >= num_live) & (elements < tables_numel))
