@@ -1,9 +1,9 @@
-"""SmolLM2-135M-Instruct with its MTP drafter, captured: what was replayed, what ran eagerly and why, how much was padding.
+"""SmolLM2-135M-Instruct with its MTP drafter, captured: what was replayed, what ran eagerly and why, what was padding.
 
     python examples/04_captured_graphs.py --prompts 2 --tokens 12 --mode full_and_piecewise
 
-On a GPU captures are CUDA graphs, on a CPU they are emulated by the executor `replay`, which is slow and strict. Prompts
-are GSM8K questions. The same is generated without captures first; both must be the same tokens.
+On a GPU captures are CUDA graphs; on a CPU the executor `replay` emulates them, which is slow and strict. Prompts are
+GSM8K questions. The same is generated without captures first; both must be the same tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def main() -> int:
     console = Console()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with console.status("loading SmolLM2-135M-Instruct"):
-        model = smollm2.load_model().to(device)
+        model: Any = smollm2.load_model()
+        model.to(device)
         prompts = load_prompts(options.prompts)
     compile_cache = CompileCache()
     params = pcp_compiler.SamplingParams(options.tokens, stop_token_ids=(smollm2.load_tokenizer().eos_token_id,))
@@ -67,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=12, metavar="N", help="most new tokens each (default 12)")
     parser.add_argument("--ranks", type=int, default=2, metavar="P", help="virtual ranks (default 2)")
     parser.add_argument("--mode", choices=MODES, default=MODES[0], help=f"what is captured (default {MODES[0]})")
-    parser.add_argument("--sizes", type=int, nargs="*", default=[8], metavar="N", help="capture sizes in rows (default 8)")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[8], metavar="N", help="capture sizes (default 8)")
     parser.add_argument(
         "--contexts", type=int, nargs="*", default=[128], metavar="N", help="context buckets beside 512 (default 128)"
     )

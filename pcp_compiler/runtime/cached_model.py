@@ -27,7 +27,7 @@ from pcp_compiler.runtime.batch import PAD_SLOT, Batch
 from pcp_compiler.runtime.captures import CapturedProgram, Captures
 from pcp_compiler.runtime.layout import StepIndex, live_batch, partition_step, step_index, widen
 from pcp_compiler.runtime.pieces import Pieces
-from pcp_compiler.runtime.static_inputs import describe
+from pcp_compiler.runtime.static_inputs import StaticForm, describe
 from pcp_compiler.trace import ModuleTrace, trace_module
 
 KvPlacement = Literal["shared", "per_rank"]
@@ -97,6 +97,7 @@ class CachedModel:
         self.caches: list[dict[str, Tensor]] = []
         self.captures: Captures | None = None
         self._split: dict[str, Lowered] = {}
+        self._split_form: StaticForm | None = None
         self._pieces: dict[str, list[Pieces]] = {}
         self.tokens = tuple(tokens)
         self._captured: dict[int, CapturedProgram] = {}
@@ -211,6 +212,7 @@ class CachedModel:
         self._split = {
             kind: self.lower(replace(phase, is_split=True, splitting_ops=names)) for kind, phase in self._phases.items()
         }
+        self._split_form = describe(self._split["whole"].program, len(self._weights), self.tokens)
         self._make_pieces()
 
     def _make_pieces(self) -> None:
@@ -234,8 +236,8 @@ class CachedModel:
 
     def _run_in_pieces(self, values: Mapping[str, Tensor], capture_size: int) -> Sequence[Any]:
         """Run all rows on every rank, padded to a capture size."""
-        program = self._split["whole"].program
-        form = describe(program, len(self._weights), self.tokens)
+        program, form = self._split["whole"].program, self._split_form
+        assert form is not None
         sizes = form.live_sizes(values)
         padded = form.pad_rows(_Mover(self._weights[0].device)(values), capture_size)
         results = [
