@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from pcp_compiler.errors import CaptureError, ConfigError, InvariantError
 from pcp_compiler.plan.dispatch import LiveBatch
 from pcp_compiler.runtime.decoder import SpeculativeDecoder
 from pcp_compiler.runtime.sampling import SamplingParams
-from tests.runtime.tiny import Tiny, make_prompt
+from tests.runtime.tiny import VOCAB_SIZE, Tiny, make_prompt
 
 PROMPTS = [make_prompt(length) for length in (9, 21, 5, 13, 2)]
 LIMITS = {"kv_blocks": 160, "kv_block_size": 4, "max_num_requests": 4, "prefill_chunk": 8}
@@ -132,6 +133,67 @@ def test_every_k_of_a_schedule_is_captured_and_0_is_one(tiny: Tiny, draft: str, 
     if draft == "mtp":
         rounds = {name.split(":")[0] for name in stats.hits if name.startswith("round")}
         assert rounds == {f"round, K = {k}" for _, _, k in schedule}
+
+
+@pytest.mark.parametrize("draft", ["mtp", "self"])
+def test_stops_ties_counts_and_ends_of_the_context_are_those_of_eager_rounds(tiny: Tiny, draft: str) -> None:
+    drafter = tiny.drafters[draft]
+    lengths = (31, 30, 28, 9, 13, 1)
+    stops = [(tiny.greedy(make_prompt(length), 12)[7],) if length < 20 else () for length in lengths]
+    params = [SamplingParams(12, stop_token_ids=stop) for stop in stops]
+    made = []
+    for mode in ("none", "full_decode"):
+        config = {
+            "limits": {**LIMITS, "max_model_len": 32}, "capture": {"mode": mode, "executor": "replay"},
+            "draft": {"method": drafter.capabilities.method},
+        }  # fmt: skip
+        decoder = SpeculativeDecoder(
+            tiny.target, config, drafter, compile_cache=tiny.compile_cache, tie_margin=0.5
+        )  # fmt: skip
+        made.append(decoder.generate([make_prompt(length) for length in lengths], params, progress=False))
+        assert decoder.pool.num_free == decoder.pool.num_usable
+    rounds = {name for name in decoder.capture_stats().hits if name.startswith("round")}
+    assert bool(rounds) == (draft == "mtp")
+    for length, eager, captured in zip(lengths, *made, strict=True):
+        answer = tiny.greedy(make_prompt(length), min(12, 32 - length))
+        assert captured.token_ids == answer[: len(captured.token_ids)]
+        assert (captured.finish_reason == "stop") == (length < 20)
+        assert (eager.token_ids, eager.finish_reason, eager.stats) == (
+            captured.token_ids, captured.finish_reason, captured.stats,
+        )  # fmt: skip
+        assert [(tie.position, tie.token_ids) for tie in eager.ties] == [
+            (tie.position, tie.token_ids) for tie in captured.ties
+        ]
+    assert sum(len(generation.ties) for generation in made[0]) > 3
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize("draft", ["mtp", "model"])
+def test_nan_in_a_captured_decode_ends_one_request_and_leaves_the_others_alone(
+    tmp_path: Path, draft: str, numerics: str
+) -> None:
+    tiny = Tiny(tmp_path)
+    prompts = [make_prompt(length, vocab_size=VOCAB_SIZE - 1) for length in (9, 20)]
+    answers = [tiny.greedy(prompt, 10) for prompt in prompts]
+    known = {*prompts[0], *prompts[1], *answers[0], *answers[1]}
+    bad_id = next(token_id for token_id in range(VOCAB_SIZE) if token_id not in known)
+    tiny.target.model.embed_tokens.weight[bad_id] = float("nan")
+    drafter = tiny.drafters[draft]
+    config = {
+        "limits": LIMITS, "capture": {"mode": "full_decode", "executor": "replay"}, "numerics": numerics,
+        "draft": {"method": drafter.capabilities.method},
+    }  # fmt: skip
+    decoder = SpeculativeDecoder(tiny.target, config, drafter, compile_cache=tiny.compile_cache)
+    broken, *others = [decoder.submit(prompt, SamplingParams(10)) for prompt in ([bad_id - 1], *prompts)]
+    while broken.is_prefilling:
+        decoder.step()
+    broken.token_ids[-1], broken.draft_ids = bad_id, ()  # as if it had been sampled
+    while decoder.scheduler.has_work:
+        decoder.step()
+    assert broken.finish_reason == "error" and decoder.capture_stats().num_replays > 0
+    assert [request.output_ids for request in others] == answers
+    assert [made.token_ids for made in decoder.generate(prompts, SamplingParams(10), progress=False)] == answers
+    assert decoder.pool.num_free == decoder.pool.num_usable
 
 
 @pytest.mark.parametrize("seed", range(3))
