@@ -162,7 +162,12 @@ def measure(
 
 
 def make_decoder(
-    target: nn.Module, draft: str | None, options: argparse.Namespace, context: int, batch: int, mode: str,
+    target: nn.Module,
+    draft: str | None,
+    options: argparse.Namespace,
+    context: int,
+    batch: int,
+    mode: str,
     numerics: str,
 ) -> SpeculativeDecoder:
     room = context + 8 * options.steps * (1 + options.k) + 64
@@ -195,7 +200,7 @@ def run(
     for _ in range(3):
         decoder.step()
     times = [timed(decoder.step) for _ in range(steps)]
-    tokens = list(requests[0].output_ids[: steps])
+    tokens = list(requests[0].output_ids[:steps])
     if decoder.proposer is not None:
         decoder.rounds = None  # a captured round has no parts
         hook(decoder, parts)

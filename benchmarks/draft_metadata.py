@@ -247,9 +247,10 @@ def print_table(rows: Sequence[Row], title: str) -> None:
     columns = ("layers", "K", "metadata", "builds", "advances", "metadata ms", "gain", "device us", "chain ms", "gain")
     table = Table(*(Column(name, no_wrap=True) for name in columns), title=title)
     for row in rows:
+        device_us = "-" if row.device_us is None else f"{row.device_us:.1f}"
         table.add_row(
             str(row.layers), str(row.k), row.form, str(row.builds), str(row.advances), f"{row.metadata_ms:.3f}",
-            f"{row.metadata_gain:.2f}x", "-" if row.device_us is None else f"{row.device_us:.1f}", f"{row.chain_ms:.2f}", f"{row.chain_gain:.2f}x",
+            f"{row.metadata_gain:.2f}x", device_us, f"{row.chain_ms:.2f}", f"{row.chain_gain:.2f}x",
             end_section=row.form == "hoisted",
         )  # fmt: skip
     Console(width=110).print(table)

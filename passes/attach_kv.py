@@ -188,4 +188,5 @@ def _needs(attention: fx.Node, ctx: PassContext) -> AttentionNeeds:
         soft_cap=options.get("soft_cap") is not None,
         sinks=options.get("sinks") is not None,
         fp8_kv=ctx.phase.has_fp8_kv,
+        capture=ctx.phase.is_captured and q.device.type == "cuda",  # the emulator of a CPU captures whole calls
     )

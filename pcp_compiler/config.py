@@ -615,6 +615,12 @@ def _find_conflicts(config: Config) -> Iterator[str]:
     if limits.prefill_chunk_resolved > limits.max_num_tokens:
         most = f"integer from 1 to limits.max_num_tokens = {limits.max_num_tokens}"
         yield f"limits.prefill_chunk: got {_show(limits.prefill_chunk)}; allowed: {most}"
+    capture = config.capture
+    if capture.splitting_ops and capture.mode not in ("piecewise", "full_and_piecewise"):
+        yield (
+            f"capture.splitting_ops: got {_show(list(capture.splitting_ops))} with capture.mode {_show(capture.mode)}, "
+            "which has no pieces; allowed: [], or capture.mode piecewise or full_and_piecewise"
+        )
     if limits.kv_blocks != "auto" and limits.max_model_len is not None:
         least_blocks = 1 + -(-limits.max_model_len // limits.kv_block_size)
         if limits.kv_blocks < least_blocks:

@@ -83,6 +83,8 @@ class Phase:
     """None: the host says with spans what each row sees."""
     chain: DraftChain | None = None
     """Of a program that runs a whole proposal; with `rows`."""
+    is_captured: bool = False
+    """Whether the whole program, attention included, may become a captured graph."""
     has_few_rows: bool = False
     """Whether the program serves steps of decode rows only."""
     is_split: bool = False

@@ -109,7 +109,7 @@ FULL: dict[str, Any] = {
         "prefix_cache": False,
     },
     "capture": {
-        "mode": "full_decode",
+        "mode": "full_and_piecewise",
         "executor": "replay",
         "sizes": [8, 1, 8],
         "context_buckets": [],

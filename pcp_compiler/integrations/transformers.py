@@ -25,7 +25,8 @@ from pcp_compiler.errors import BypassError, UnsupportedGraphError
 def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None,
-    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **options: Any,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    row_window: int | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention interface.
 
@@ -33,7 +34,8 @@ def attention_forward(
         query: [B, Hq, T, D]. key: [B, Hkv, S, D]. value: [B, Hkv, S, Dv]; S > T after a KV cache.
         attention_mask: None; the caller's padding flags [B, T]; or a whole mask, broadcastable to [B, Hq, T, S].
         is_causal: whether no mask means the causal one; None: as the module says.
-        sliding_window: rows that the layer's mask lets a row see. softcap: of the scores. s_aux: sinks [Hq].
+        sliding_window: rows that the layer's mask lets a row see. row_window: the same where there is no mask at all,
+            see `rows_attention_forward`. softcap: of the scores. s_aux: sinks [Hq].
     Returns:
         [B, T, Hq, Dv] and no weights.
     Raises:
@@ -58,6 +60,8 @@ def attention_forward(
             f"attention of layer {layer}: sliding_window is {sliding_window}, and the model made no mask with that "
             "window; allowed: layers whose mask comes from create_sliding_window_causal_mask"
         )
+    if row_window is not None:
+        kind, sliding_window = "sliding_window", row_window
     out = ops.ATTENTION(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attention_mask, None,
         layer=0 if layer is None else layer, kind=kind, scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -127,9 +131,33 @@ ROWS = "pcp_spec_rows"
 """Attention without any mask: what a row sees is decided when the graph is lowered. For the runtime's own traces."""
 
 
-def _rows_mask(**_options: Any) -> None:
-    return None
+class RowWindow(int):
+    """What stands for a local mask in the runtime's own traces: the rows that a row sees."""
 
 
-AttentionInterface.register(ROWS, attention_forward)
-AttentionMaskInterface.register(ROWS, _rows_mask)
+def rows_attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: RowWindow | None,
+    sliding_window: int | None = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """`attention_forward` of the runtime's traces.
+
+    Raises:
+        UnsupportedGraphError: the layer says another window than its mask, or none, as layers with chunks do.
+    """
+    if sliding_window is None or attention_mask is None or sliding_window != attention_mask:
+        if sliding_window is not None or attention_mask is not None:
+            raise UnsupportedGraphError(
+                f"attention of layer {getattr(module, 'layer_idx', None)}: its window is {sliding_window}, and that of "
+                f"its mask {attention_mask}; allowed: the same, or none"
+            )
+        return attention_forward(module, query, key, value, None, **options)
+    return attention_forward(module, query, key, value, None, row_window=sliding_window, **options)
+
+
+def rows_mask(*, local_size: int | None = None, **_options: Any) -> RowWindow | None:
+    """Return no mask; for a local one how many rows it lets a row see, which may be a window or a chunk."""
+    return None if local_size is None else RowWindow(local_size)
+
+
+AttentionInterface.register(ROWS, rows_attention_forward)
+AttentionMaskInterface.register(ROWS, rows_mask)

@@ -10,10 +10,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
 from pcp_compiler.config import ATTENTION_ENTRY_POINTS, BUILTIN_ATTENTION_BACKENDS
+from pcp_compiler.errors import ConfigError
 
 ATTENTION_KINDS: Final = ("full", "sliding_window", "mla", "sparse_index")
 """Names of the kinds a layer's attention can have."""
@@ -125,12 +126,26 @@ class AttentionBackend:
 
 @functools.cache
 def load_backends() -> tuple[AttentionBackend, ...]:
-    """Return every backend: ours, then those of installed packages."""
+    """Return every backend: ours, then those of installed packages.
+
+    Raises:
+        ConfigError: a package's backend cannot be loaded, or is none.
+    """
     ours = [import_module(f"pcp_compiler.backends.attention.{name}").BACKEND for name in BUILTIN_ATTENTION_BACKENDS]
-    theirs = [entry.load() for entry in entry_points(group=ATTENTION_ENTRY_POINTS)]
-    names = [backend.capabilities.name for backend in (*ours, *theirs)]
-    assert len(set(names)) == len(names), f"two attention backends of one name: {names}"
-    return (*ours, *theirs)
+    return (*ours, *map(_load, entry_points(group=ATTENTION_ENTRY_POINTS)))
+
+
+def _load(entry: EntryPoint) -> AttentionBackend:
+    where = f"attention backend {entry.name} (entry point {entry.value} of the group {ATTENTION_ENTRY_POINTS})"
+    if entry.name in BUILTIN_ATTENTION_BACKENDS:
+        raise ConfigError(f"{where}: this name is one of ours; its package has to take another")
+    try:
+        backend = entry.load()
+    except Exception as fault:
+        raise ConfigError(f"{where} cannot be loaded: {type(fault).__name__}: {fault}; fix or remove it") from fault
+    if not isinstance(backend, AttentionBackend) or backend.capabilities.name != entry.name:
+        raise ConfigError(f"{where}: got {backend!r}; allowed: an AttentionBackend whose record has the entry's name")
+    return backend
 
 
 def load_records() -> tuple[AttentionCapabilities, ...]:

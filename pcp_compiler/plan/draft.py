@@ -78,18 +78,18 @@ def choose_draft_backend(config: Config, kind: str) -> BackendChoice:
 
 
 def find_sharding_obstacle(
-    config: Config, method: str, kind: str, device: str = "cpu",
+    config: Config, method: str, kind: str, device: str = "cpu", dtype: str | None = None,
     backends: Sequence[AttentionCapabilities] | None = None,
 ) -> str | None:  # fmt: skip
     """Return why the first pass of this drafter cannot run on rank-local rows; None if it can."""
     if method in BLOCK_METHODS:
         return f"method {method} drafts from restored global rows"
     records = load_records() if backends is None else backends
-    return _describe_missing(config, _needs(method, kind, device, pcp=True), records)
+    return _describe_missing(config, _needs(method, kind, device, dtype, pcp=True), records)
 
 
 def resolve_draft(
-    config: Config, *, method: str, kind: str, device: str = "cpu",
+    config: Config, *, method: str, kind: str, device: str = "cpu", dtype: str | None = None,
     backends: Sequence[AttentionCapabilities] | None = None,
 ) -> DraftPlan:  # fmt: skip
     """Return how the drafter runs; call this before building it.
@@ -102,7 +102,8 @@ def resolve_draft(
         config: the target's config.
         method: one of `DRAFT_METHODS`.
         kind: attention kind of the drafter's layers.
-        device: type of the device it runs on. backends: records to choose from; None: all there are.
+        device: type of the device it runs on. dtype: of its weights, as `bfloat16`; None: unknown.
+        backends: records to choose from; None: all there are.
     Raises:
         ConfigError: `draft.mode: sharded` cannot be done, or no backend can run the drafter at all.
     Invariant: `config` is equal before and after, and shares no mutable part with `draft_config`.
@@ -111,17 +112,18 @@ def resolve_draft(
     assert method in DRAFT_METHODS, f"draft method {method}"
     records = load_records() if backends is None else backends
     choice = choose_draft_backend(config, kind)
-    mode, mode_reason = _pick_mode(config, find_sharding_obstacle(config, method, kind, device, records))
-    backend = _pick_draft_backend(config, mode, _needs(method, kind, device, pcp=mode == "sharded"), method, records)
+    mode, mode_reason = _pick_mode(config, find_sharding_obstacle(config, method, kind, device, dtype, records))
+    needs = _needs(method, kind, device, dtype, pcp=mode == "sharded")
+    backend = _pick_draft_backend(config, mode, needs, method, records)
     backend_reason = f"backend {backend}: {'automatic' if choice.name is None else f'set by {choice.key}'}"
     reasons = (*choice.overruled, f"{backend_reason}, kind {kind}", f"mode {mode}: {mode_reason}")
     return DraftPlan(mode, backend, kind, reasons, _copy_config(config, mode, backend))
 
 
-def _needs(method: str, kind: str, device: str, *, pcp: bool) -> AttentionNeeds:
+def _needs(method: str, kind: str, device: str, dtype: str | None, *, pcp: bool) -> AttentionNeeds:
     """Return what any drafter needs: a step's requests have different numbers of rows, and their K/V is paged."""
     return AttentionNeeds(
-        kind, pcp=pcp, ragged_queries=True, paged=True, non_causal=method in BLOCK_METHODS, device=device
+        kind, pcp=pcp, ragged_queries=True, paged=True, non_causal=method in BLOCK_METHODS, device=device, dtype=dtype
     )
 
 
@@ -167,7 +169,7 @@ def _pick_draft_backend(
     knob = f"set draft.backend_per_kind.{needs.kind} to {' or '.join(able)}" if able else "use another drafter"
     raise ConfigError(
         f"{choice.key}: got {choice.name or 'auto'}, which cannot run a {method} drafter of kind {needs.kind}; "
-        f"sharded: {find_sharding_obstacle(config, method, needs.kind, needs.device, backends)}; "
+        f"sharded: {find_sharding_obstacle(config, method, needs.kind, needs.device, needs.dtype, backends)}; "
         f"replicated: {_describe_missing(config, needs, backends)}; {knob}"
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pcp_compiler.config import COMPILER_KEYS, Config, check_used, load_config
 from pcp_compiler.drafters.base import Drafter, TargetParts, find_target_parts
@@ -62,7 +62,7 @@ def assemble(
     drafter = named if drafter is None else drafter
     ready = drafter if isinstance(drafter, Drafter) else None
     parts = find_target_parts(target)
-    plan = resolve_plan(config, ready, parts.embedding.weight.device.type)
+    plan = resolve_plan(config, ready, parts.embedding.weight)
     max_model_len = find_max_model_len(config, parts)
     built = None if plan is None else ready or _load(target, plan, drafter)
     proposer = None
@@ -99,8 +99,9 @@ def split_model(source: ConfigSource) -> tuple[Config, nn.Module | None]:
     return load_config(options), module
 
 
-def resolve_plan(config: Config, ready: Drafter | None, device: str) -> DraftPlan | None:
-    """Return how the drafter will run; None without one."""
+def resolve_plan(config: Config, ready: Drafter | None, embedding: Tensor) -> DraftPlan | None:
+    """Return how the drafter will run, on the device and in the type of the target's embedding; None without one."""
+    device, dtype = embedding.device.type, str(embedding.dtype).removeprefix("torch.")
     method = None if ready is None else ready.capabilities.method
     check_refusals(config, RefusalFacts(drafter_method=method, device=device))
     if method is not None and method != config.draft.method:
@@ -110,7 +111,7 @@ def resolve_plan(config: Config, ready: Drafter | None, device: str) -> DraftPla
     if config.draft.method == "none":
         return None
     kind = "full" if ready is None else ready.capabilities.attention_kinds[0]
-    return resolve_draft(config, method=config.draft.method, kind=kind, device=device)
+    return resolve_draft(config, method=config.draft.method, kind=kind, device=device, dtype=dtype)
 
 
 def check_drafter(drafter: Drafter, plan: DraftPlan, parts: TargetParts) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, fx, nn
 from pcp_compiler.config import Config
 from pcp_compiler.errors import InvariantError
 from pcp_compiler.kv_formats import cache_shape
-from pcp_compiler.pass_api import Phase
+from pcp_compiler.kv_ops import PAGED_ATTENTION
+from pcp_compiler.pass_api import Phase, calls
 from pcp_compiler.passes.attach_kv import SLOTS
 from pcp_compiler.passes.gather_kv import EXPANDED_SLOTS
 from pcp_compiler.passes.split_segments import find_ops
@@ -130,9 +131,18 @@ class CachedModel:
         """Inputs of a program before those of a call."""
         return len(self._weights)
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Lengths of the sliding windows of its layers, ascending."""
+        attentions = calls(self.whole.program.graph_module, PAGED_ATTENTION)
+        return tuple(sorted({w for node in attentions if isinstance(w := node.kwargs.get("window"), int)}))
+
     def lower(self, phase: Phase) -> Lowered:
         """Return a program of the module for another phase; it runs with the same weights and caches."""
-        phase = replace(phase, has_fp8_kv=self._config.limits.kv_cache_dtype == "fp8_e4m3")
+        phase = replace(
+            phase, has_fp8_kv=self._config.limits.kv_cache_dtype == "fp8_e4m3",
+            is_captured=not phase.is_sharded and self._config.capture.mode in ("full_decode", "full_and_piecewise"),
+        )  # fmt: skip
         return self._compile_cache.lower(self.traced, self._config, phase)
 
     def refresh_weights(self) -> None:

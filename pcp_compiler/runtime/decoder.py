@@ -70,7 +70,9 @@ class SpeculativeDecoder:
         self._tie_margin = tie_margin
         self.rounds: Rounds | None = None
         """Whole rounds as one captured call each, where the drafter is one MTP module and drafts are greedy."""
-        if isinstance(self.proposer, MTPProposer) and self.config.draft.sampling == "greedy":
+        parallel = self.config.parallel
+        is_whole = parallel.pcp_size == 1 or not parallel.shard_decode
+        if isinstance(self.proposer, MTPProposer) and self.config.draft.sampling == "greedy" and is_whole:
             self.rounds = Rounds(self.target, self.proposer, self.limits.max_model_len, has_ties=tie_margin > 0)
         self.captures = self._make_captures()
         self._proposals: dict[int, Proposal] = {}
@@ -152,7 +154,7 @@ class SpeculativeDecoder:
         if executor is None:
             return None
         bounds = CaptureLimits(
-            limits.max_num_requests, limits.max_num_tokens, limits.max_model_len, self._schedule,
+            limits.max_num_requests, limits.max_num_tokens, limits.max_model_len, self._schedule, self.target.windows,
             pcp_size=self.config.parallel.pcp_size, shard_decode=self.config.parallel.shard_decode,
         )  # fmt: skip
         phases: list[CapturePhase] = ["prefill", "decode"]

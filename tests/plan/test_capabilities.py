@@ -55,6 +55,25 @@ MINE = replace(SDPA, name="mine", priorities={"tpu": 0})
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("sdpa", "mine:BACKEND", "this name is one of ours"),
+        ("mine", "no_such_package:BACKEND", "cannot be loaded: ModuleNotFoundError"),
+        ("mine", f"{__name__}:MINE", "got AttentionCapabilities"),
+    ],
+)
+def test_a_faulty_entry_point_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str, reason: str) -> None:
+    entry = EntryPoint(name, value, config_module.ATTENTION_ENTRY_POINTS)
+    monkeypatch.setattr(capabilities, "entry_points", lambda group: [entry])
+    capabilities.load_backends.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=rf"attention backend {name} \(entry point .*{reason}"):
+            load_records()
+    finally:
+        capabilities.load_backends.cache_clear()
+
+
+@pytest.mark.parametrize(
     ("needs", "gap"),
     [
         (AttentionNeeds("full", device="tpu"), "device tpu"),

@@ -184,7 +184,7 @@ def test_nan_in_a_captured_decode_ends_one_request_and_leaves_the_others_alone(
         "draft": {"method": drafter.capabilities.method},
     }  # fmt: skip
     decoder = SpeculativeDecoder(tiny.target, config, drafter, compile_cache=tiny.compile_cache)
-    broken, *others = [decoder.submit(prompt, SamplingParams(10)) for prompt in ([bad_id - 1], *prompts)]
+    broken, *others = [decoder.submit(prompt, SamplingParams(10)) for prompt in ([(bad_id + 1) % VOCAB_SIZE], *prompts)]
     while broken.is_prefilling:
         decoder.step()
     broken.token_ids[-1], broken.draft_ids = bad_id, ()  # as if it had been sampled
@@ -241,6 +241,16 @@ def test_sizes_of_the_user_are_captured_with_the_largest_step(tiny: Tiny) -> Non
     tiny.check_greedy(decoder, PROMPTS, 12)
     hits = decoder.capture_stats().hits
     assert any("context 16" in name for name in hits) and any("context 96" in name for name in hits)
+
+
+def test_rounds_that_no_batch_can_have_are_not_captured(tiny: Tiny) -> None:
+    config = {
+        "parallel": {"pcp_size": 2, "min_tokens_to_shard": 2, "shard_decode": True}, "limits": LIMITS,
+        "draft": {"method": "mtp"}, "capture": {"mode": "full_decode", "executor": "replay"},
+    }  # fmt: skip
+    decoder = SpeculativeDecoder(tiny.target, config, tiny.drafters["mtp"], compile_cache=tiny.compile_cache)
+    assert decoder.captures is not None
+    assert {key.phase for key in decoder.captures.keys} == {"draft"}
 
 
 def test_nothing_is_captured_with_sizes_off_or_an_eager_executor(tiny: Tiny) -> None:
