@@ -67,7 +67,16 @@ def test_a_spoilt_row_reaches_only_the_rows_that_see_it(spoil: float, window: in
 
     def attend() -> torch.Tensor:
         return kv_ops.paged_attention(
-            q, torch.empty(0), k_cache, v_cache, spans, tables, block_size=4, layer=0, scale=0.3, window=window,
+            q,
+            torch.empty(0),
+            k_cache,
+            v_cache,
+            spans,
+            tables,
+            block_size=4,
+            layer=0,
+            scale=0.3,
+            window=window,
             backend="sdpa",
         )
 
