@@ -8,7 +8,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from pcp_compiler.config import CheckConfig
+from pcp_compiler.config_sections import CheckConfig
 from pcp_compiler.errors import CallError
 
 RELATIVE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

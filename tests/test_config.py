@@ -23,15 +23,17 @@ from pcp_compiler.config import (
     FILE_SUFFIXES,
     PLANNED_KEYS,
     VLLM_ALIASES,
+    Config,
+    check_used,
+    load_config,
+)
+from pcp_compiler.config_sections import (
     AttentionConfig,
     BackendPerKind,
-    Config,
     DraftConfig,
     DumpConfig,
     LimitsConfig,
     ParallelConfig,
-    check_used,
-    load_config,
 )
 from pcp_compiler.errors import ConfigError
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
-from pcp_compiler.config import ATTENTION_ENTRY_POINTS, BUILTIN_ATTENTION_BACKENDS
+from pcp_compiler.config_sections import ATTENTION_ENTRY_POINTS, BUILTIN_ATTENTION_BACKENDS
 from pcp_compiler.errors import ConfigError
 
 ATTENTION_KINDS: Final = ("full", "sliding_window", "mla", "sparse_index")

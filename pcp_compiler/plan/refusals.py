@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pcp_compiler.config import BackendPerKind, Config
+from pcp_compiler.config import Config
+from pcp_compiler.config_sections import BackendPerKind
 from pcp_compiler.errors import ConfigError
 from pcp_compiler.plan.capabilities import AttentionCapabilities, find_record, load_records
 from pcp_compiler.plan.draft import BLOCK_METHODS, DRAFT_METHODS, choose_draft_backend, find_sharding_obstacle

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pcp_compiler import torch_private
-from pcp_compiler.config import Config, TimeoutConfig
+from pcp_compiler.config import Config
+from pcp_compiler.config_sections import TimeoutConfig
 from pcp_compiler.errors import CallError, RankError, RankMismatchError
 from pcp_compiler.ranks import agreement, control
 from pcp_compiler.ranks.control import ControlPlane, Goal

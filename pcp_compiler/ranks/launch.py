@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pcp_compiler.config import Config, ParallelConfig
+from pcp_compiler.config import Config
+from pcp_compiler.config_sections import ParallelConfig
 from pcp_compiler.errors import ConfigError, RankError
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from torch import Tensor
 from pcp_compiler.backends.executors.base import Capture, Executor
 from pcp_compiler.backends.executors.cuda_graph import GraphExecutor
 from pcp_compiler.backends.executors.replay import ReplayExecutor
-from pcp_compiler.config import CaptureConfig
+from pcp_compiler.config_sections import CaptureConfig
 from pcp_compiler.errors import ConfigError
 from pcp_compiler.plan.captures import CaptureKey, CapturePhase
 from pcp_compiler.plan.dispatch import Dispatcher, LiveBatch, check_cover

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pcp_compiler.config import ParallelConfig
+from pcp_compiler.config_sections import ParallelConfig
 from pcp_compiler.passes.attach_kv import BLOCK_TABLES, SLOTS, SPANS
 from pcp_compiler.passes.gather_kv import EXPANDED_SLOTS
 from pcp_compiler.plan.dispatch import LiveBatch, context_bound

@@ -7,8 +7,9 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from pcp_compiler import config as config_module
-from pcp_compiler.config import BackendPerKind, attention_backend_names, load_config
+from pcp_compiler import config_sections
+from pcp_compiler.config import load_config
+from pcp_compiler.config_sections import BackendPerKind, attention_backend_names
 from pcp_compiler.errors import ConfigError
 from pcp_compiler.plan import capabilities
 from pcp_compiler.plan.capabilities import (
@@ -35,8 +36,8 @@ def test_the_config_takes_exactly_the_backends_and_kinds_that_have_records() -> 
 
 
 def test_a_backend_of_another_package_joins_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = EntryPoint("mine", f"{__name__}:MINE", config_module.ATTENTION_ENTRY_POINTS)
-    for module in (config_module, capabilities):
+    entry = EntryPoint("mine", f"{__name__}:MINE", config_sections.ATTENTION_ENTRY_POINTS)
+    for module in (config_sections, capabilities):
         monkeypatch.setattr(module, "entry_points", lambda group: [entry] if group == entry.group else [])
     with pytest.raises(ConfigError, match="yours"):
         load_config({"attention.backend": "yours"})
@@ -63,7 +64,7 @@ MINE = replace(SDPA, name="mine", priorities={"tpu": 0})
     ],
 )
 def test_a_faulty_entry_point_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str, reason: str) -> None:
-    entry = EntryPoint(name, value, config_module.ATTENTION_ENTRY_POINTS)
+    entry = EntryPoint(name, value, config_sections.ATTENTION_ENTRY_POINTS)
     monkeypatch.setattr(capabilities, "entry_points", lambda group: [entry])
     capabilities.load_backends.cache_clear()
     try:
