@@ -14,17 +14,18 @@ from pcp_compiler.plan.buckets import check_list, default_sizes, pick_context_bu
 from pcp_compiler.plan.k_schedule import KSchedule
 
 CaptureMode = Literal["none", "piecewise", "full_decode", "full_and_piecewise"]
-CapturePhase = Literal["prefill", "mixed", "decode", "verify", "draft", "proposal"]
-"""What a captured program is for. `draft`: a draft chain. `proposal`: the drafter's first pass and its chain in one."""
+CapturePhase = Literal["prefill", "mixed", "decode", "verify", "window", "draft", "proposal"]
+"""What a captured program is for. `window`: modules of a drafter, which run rows of the step before again. `draft`: a
+draft chain. `proposal`: the drafter's first pass and its chain in one, or the whole round."""
 CaptureKind = Literal["piecewise", "full"]
 
 _PIECEWISE: Final[Mapping[CapturePhase, CaptureKind]] = {"prefill": "piecewise", "mixed": "piecewise"}
 _FULL: Final[Mapping[CapturePhase, CaptureKind]] = {
-    "decode": "full", "verify": "full", "draft": "full", "proposal": "full",
+    "decode": "full", "verify": "full", "window": "full", "draft": "full", "proposal": "full",
 }  # fmt: skip
 CAPTURED: Final[Mapping[CaptureMode, Mapping[CapturePhase, CaptureKind]]] = {
     "none": {},
-    "piecewise": {**_PIECEWISE, "decode": "piecewise", "verify": "piecewise"},
+    "piecewise": {**_PIECEWISE, "decode": "piecewise", "verify": "piecewise", "window": "piecewise"},
     "full_decode": _FULL,
     "full_and_piecewise": {**_PIECEWISE, **_FULL},
 }
@@ -87,6 +88,8 @@ class CaptureLimits:
     """Lengths of sliding windows of the model's layers."""
     pcp_size: int = 1
     shard_decode: bool = False
+    num_rerun: int = 0
+    """Rows of the step before that a request has in a window."""
 
     def shapes(self, phase: CapturePhase) -> Iterator[tuple[int, int, int]]:
         """Yield (requests, rows of a request, K) of the largest batches of a phase that has no prompts.
@@ -102,6 +105,8 @@ class CaptureLimits:
             width = min(1 + k, self.max_num_tokens)
             if phase == "proposal":
                 yield num_requests, width, k
+            elif phase == "window":
+                yield num_requests, min(width + self.num_rerun, self.max_num_tokens), 0
             elif k and num_requests:
                 yield (num_requests, width, 0) if phase == "verify" else (num_requests, 1, k)
 
@@ -202,7 +207,7 @@ def _find_ladders(phase: CapturePhase, mode: CaptureMode, limits: CaptureLimits)
         if kind is not None:
             yield _prompt_ladder(phase, limits)
         return
-    is_sharded = limits.shard_decode and phase in ("decode", "verify")
+    is_sharded = limits.shard_decode and phase in ("decode", "verify", "window")
     shapes = list(limits.shapes(phase))
     if kind == "full" and not is_sharded:
         for num_requests, width, k in shapes:

@@ -201,11 +201,17 @@ class CachedModel:
         """Run decode rows as part of something that is captured: all inputs are static."""
         return self._run_copies(program or self.few_rows.program, values)
 
-    def plan_step(self, batch: Batch, max_model_len: int) -> StepIndex:
-        """Return how a step runs: which rows on which rank, as many as a capture has, and the index inputs."""
+    def plan_step(self, batch: Batch, max_model_len: int, *, is_window: bool = False) -> StepIndex:
+        """Return how a step runs: which rows on which rank, as many as a capture has, and the index inputs.
+
+        Args:
+            is_window: steps without prompts have rows of the step before too.
+        """
         parallel = self._config.parallel
         partition = partition_step(batch, parallel)
         live = live_batch(batch, partition, max_model_len)
+        if is_window and live.phase != "prefill":
+            live = replace(live, phase="window")
         if partition is not None and self.captures is not None and (width := self.captures.piece_rows(live)):
             partition = widen(partition, batch, parallel, width)
         return step_index(batch, partition, self.block_size, live)

@@ -156,10 +156,11 @@ class SpeculativeDecoder:
         bounds = CaptureLimits(
             limits.max_num_requests, limits.max_num_tokens, limits.max_model_len, self._schedule, self.target.windows,
             pcp_size=self.config.parallel.pcp_size, shard_decode=self.config.parallel.shard_decode,
+            num_rerun=self.proposer.num_rerun if self.proposer else 0,
         )  # fmt: skip
         phases: list[CapturePhase] = ["prefill", "decode"]
         if self.proposer is not None:
-            phases += ["verify", "draft"]
+            phases += ["verify", "window" if self.proposer.num_rerun else "draft"]
         if self.rounds is not None:
             phases.append("proposal")
         plan = plan_captures(

@@ -19,6 +19,7 @@ from pcp_compiler.drafters.base import Drafter
 from pcp_compiler.plan.draft import DraftPlan
 from pcp_compiler.runtime.batch import Batch, RequestRows, build_batch
 from pcp_compiler.runtime.cached_model import CachedModel, CompileCache
+from pcp_compiler.runtime.captures import CapturedProgram
 from pcp_compiler.runtime.layout import StepIndex, host_tensor, to_tensor
 from pcp_compiler.runtime.proposer import DRAFT_TOKEN_INPUTS, Proposal, Proposer, Sampled, example_rows
 from pcp_compiler.runtime.rows import DraftModuleRows
@@ -47,6 +48,7 @@ class ModulesProposer(Proposer):
         count = drafter.capabilities.max_draft_tokens
         assert count is not None
         self.draft_shift = self._num_modules = count
+        self.num_rerun = count - 1
         super().__init__(drafter, plan, config, max_model_len, compile_cache)
         self.num_lookahead = 0
         self.needs_global_hidden = True
@@ -74,6 +76,13 @@ class ModulesProposer(Proposer):
         drafts = torch.stack(tokens, 1).tolist() if tokens else []
         filled = self._collect(proposals, window.batch.seq_lens - 1, going_on, drafts, probs)
         return [proposal.take(num_draft_tokens) for proposal in filled]
+
+    def captured(self) -> list[CapturedProgram]:
+        """See `Proposer`."""
+        return [
+            model.may_capture(model.few_rows.program, ("window",), name=model.name, logit_rows="requests")
+            for model in self.models
+        ]
 
     def _window(self, step: Step, sampled: Sampled, previous: Sequence[Proposal | None]) -> _Window:
         """Return this step's rows that count, led by those whose later tokens are known only now."""
@@ -111,7 +120,7 @@ class ModulesProposer(Proposer):
     def _run_modules(self, step: Step, window: _Window, going_on: np.ndarray) -> tuple[list[Tensor], list[Tensor]]:
         """Return draft tokens and their distributions, one [R'] and [R', V] per module."""
         batch = window.batch
-        index = self.models[0].plan_step(batch, self.max_model_len)
+        index = self.models[0].plan_step(batch, self.max_model_len, is_window=True)
         hidden = [window.hidden] * (1 if index.partition is None else self._parallel.pcp_size)
         options = SamplingRows.from_params(self._params(step, going_on), self._device) if len(going_on) else None
         starts = to_tensor(batch.seq_lens[going_on], self._device)

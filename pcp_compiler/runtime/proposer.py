@@ -76,6 +76,8 @@ class Proposer(ABC):
     """See `SchedulerLimits`."""
     draft_shift: int
     """See `SchedulerLimits`."""
+    num_rerun = 0
+    """Rows of the step before that the first passes of a step run again, at most, of each request."""
 
     def __init__(
         self, drafter: Drafter, plan: DraftPlan, config: Config, max_model_len: int, compile_cache: CompileCache

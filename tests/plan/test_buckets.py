@@ -35,6 +35,7 @@ from pcp_compiler.plan.k_schedule import KSchedule, build_schedule
 from pcp_compiler.plan.partition import partition_batch
 
 PHASES: tuple[CapturePhase, ...] = ("prefill", "mixed", "decode", "verify", "draft", "proposal")
+"""Of a decoder with one MTP module; several have `window` in the place of `draft` and `proposal`."""
 SIZES = [1, 2, 4, 8, 16, 24, 32]
 """Of the spec's vectors, with 8 requests and K = 3."""
 
@@ -247,6 +248,16 @@ def test_the_plan_is_described_by_phase() -> None:
         "draft (K = 3): 4 captures, rows [1, 2], context up to [2048, 4096]",
         "verify: 4 captures, rows [4, 8], context up to [2048, 4096]",
     )
+
+
+def test_a_window_has_room_for_the_rows_of_the_step_before() -> None:
+    limits = make_limits(k=3, num_rerun=2)
+    keys = plan(limits, ["verify", "window"], "full_decode").keys
+    widths = {phase: {key.query_width for key in keys if key.phase == phase} for phase in ("verify", "window")}
+    assert widths == {"verify": {4}, "window": {6}}
+    sharded = replace(limits, pcp_size=2, shard_decode=True)
+    assert not plan(sharded, ["window"], "full_decode").keys
+    assert not any(key.is_full for key in plan(sharded, ["window"]).keys)
 
 
 # --- memory budget ---------------------------------------------------------------------------------------------------

@@ -243,6 +243,15 @@ def test_sizes_of_the_user_are_captured_with_the_largest_step(tiny: Tiny) -> Non
     assert any("context 16" in name for name in hits) and any("context 96" in name for name in hits)
 
 
+@pytest.mark.parametrize("mode", ["full_decode", "full_and_piecewise"])
+def test_captures_have_room_for_rows_that_several_modules_run_again(tiny: Tiny, mode: str) -> None:
+    decoder = make_decoder(tiny, "mtp3", 1, mode=mode, sizes=[2, 8])
+    tiny.check_greedy(decoder, [*PROMPTS, *PROMPTS[::-1]], 12)
+    stats = decoder.capture_stats()
+    assert any(name.startswith("draft module 2: window") and "of 6" in name for name in stats.hits)
+    assert not {miss for miss in stats.misses if "no prefill capture" not in miss}
+
+
 def test_rounds_that_no_batch_can_have_are_not_captured(tiny: Tiny) -> None:
     config = {
         "parallel": {"pcp_size": 2, "min_tokens_to_shard": 2, "shard_decode": True}, "limits": LIMITS,
