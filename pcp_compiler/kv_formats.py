@@ -40,7 +40,8 @@ def read_rows(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _pack(rows: Tensor) -> Tensor:
     largest = rows.abs().amax(dim=-1, keepdim=True).float()
-    scale = torch.where(largest == 0, 1.0, largest / torch.finfo(FP8).max)
+    scale = largest / torch.finfo(FP8).max
+    scale = scale.masked_fill(scale == 0, 1.0)  # zeros, and numbers so small that their scale is none
     numbers = (rows.float() / scale).to(FP8)
     return torch.cat([numbers.view(torch.uint8), scale.view(torch.uint8)], dim=-1)
 

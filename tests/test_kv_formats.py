@@ -48,6 +48,13 @@ def test_fp8_keeps_zero_and_the_largest_number_of_a_row_exactly() -> None:
     assert torch.equal(read_rows(cache, SLOTS, torch.float32), rows)
 
 
+def test_fp8_reads_numbers_too_small_for_a_scale_as_zeros() -> None:
+    rows = torch.full((3, 2, 8), 1e-43)  # a 448th of it is less than half of the smallest float32
+    cache = make_cache(FP8)
+    write_rows(cache, SLOTS, rows)
+    assert torch.equal(read_rows(cache, SLOTS, torch.float32), torch.zeros_like(rows))
+
+
 def test_what_one_row_holds_does_not_depend_on_rows_written_with_it() -> None:
     rows = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(2))
     together, alone = make_cache(FP8), make_cache(FP8)

@@ -134,8 +134,9 @@ def test_a_spoilt_number_is_read_back_as_such_and_in_its_own_head_only(spoil: fl
     assert expected[0, 1, 3].isnan() and expected[0, 0].isfinite().all() and expected[1].isfinite().all()
 
 
-def test_rows_of_zeros_have_scale_one_in_fp8() -> None:
-    zeros = torch.zeros(1, 2, 8)
+@pytest.mark.parametrize("number", [0.0, 1e-43])
+def test_rows_of_zeros_and_of_numbers_too_small_for_a_scale_have_scale_one_in_fp8(number: float) -> None:
+    zeros = torch.full((1, 2, 8), number)
     after = store_on_device(zeros, zeros, torch.tensor([2]), poisoned_caches(2, 8, 8, FP8))
     assert after.k[2, :, 8:].cpu().contiguous().view(torch.float32).tolist() == [[1.0], [1.0]]
     assert not after.k[2, :, :8].any()
