@@ -127,7 +127,7 @@ def store_row(
 
 @triton.jit
 def row_scale(x):
-    """Return the fp8 scale of each row of float32 numbers: the largest becomes 448; NaN stays, a scale of 0 becomes 1."""
+    """Return the fp8 scale of each row of float32 numbers: the largest becomes 448; NaN stays, 0 becomes 1."""
     largest = tl.max(tl.abs(x), axis=1)
     is_spoilt = tl.max((x != x).to(tl.int32), axis=1) > 0
     scale = tl.div_rn(largest, 448.0)
