@@ -191,7 +191,7 @@ def run(
         parts: gets the times of verification and proposal, of further steps.
     """
     generator = torch.Generator().manual_seed(0)
-    params = SamplingParams(1 << 20 if context > 1 << 20 else steps * 16)
+    params = SamplingParams(steps * 16)
     prompts = [torch.randint(5, 1000 if decoder.vocab_size > 1000 else 500, (context,), generator=generator)
                for _ in range(batch)]  # fmt: skip
     requests = [decoder.submit(prompt, params) for prompt in prompts]

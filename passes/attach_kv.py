@@ -41,7 +41,7 @@ from pcp_compiler.pass_api import (
     copy_meta,
     refuse,
 )
-from pcp_compiler.plan.capabilities import AttentionNeeds, describe_gaps, find_record, load_records, pick_backend
+from pcp_compiler.plan.capabilities import AttentionNeeds, describe_gaps, load_records, pick_backend, target_backends
 from pcp_compiler.torch_private import new_row_symbol
 
 SLOTS, SPANS, BLOCK_TABLES = "slots", "spans", "block_tables"
@@ -155,16 +155,11 @@ def _pick_backend(attention: fx.Node, ctx: PassContext) -> str:
         UnsupportedGraphError: the one that the config names, or with `auto` every one, lacks something.
     """
     needs = _needs(attention, ctx)
-    section = ctx.config.attention
-    key, name = f"attention.backend_per_kind.{needs.kind}", getattr(section.backend_per_kind, needs.kind, None)
-    if name is None:
-        key, name = "attention.backend", section.backend
-    records = load_records()
-    candidates = records if name == "auto" else [find_record(name, records)]
+    key, name, candidates = target_backends(ctx.config.attention, needs.kind)
     picked = pick_backend(needs, candidates)
     gaps = describe_gaps(needs, candidates)
     if picked is None:
-        able = [record.name for record in records if not record.find_gaps(needs)]
+        able = [record.name for record in load_records() if not record.find_gaps(needs)]
         knob = f"set {key} to {' or '.join(able)}" if able else "use another model, dtype or device"
         raise refuse(attention, f"{key}: {name} cannot run this layer: {gaps}", knob)
     layer = attention.kwargs["layer"]

@@ -273,9 +273,12 @@ def load_config(options: Mapping[str, Any] | str | Path | Config | None) -> Conf
 def _find_conflicts(config: Config) -> Iterator[str]:
     """Yield one line for each pair of allowed values that do not go together."""
     draft, limits = config.draft, config.limits
-    unused = [f"draft.{name}" for name in DraftConfig.model_fields if name in draft.model_fields_set]
-    if unused and "draft.method" not in unused:
-        yield f"draft.method: not given beside {', '.join(unused)}; allowed: {_describe_allowed('draft.method')}"
+    for group, section, switch in (("draft", draft, "method"), ("capture", config.capture, "mode")):
+        given = [name for name in type(section).model_fields if name in section.model_fields_set]
+        if given and switch not in given:
+            others = ", ".join(f"{group}.{name}" for name in given)
+            key = f"{group}.{switch}"
+            yield f"{key}: not given beside {others}; allowed: {_describe_allowed(key)}"
     verify_rows = 1 + draft.num_speculative_tokens
     if draft.method != "none" and limits.max_num_tokens < verify_rows:
         least = f"integer >= {verify_rows}, the 1 + draft.num_speculative_tokens rows that verify one request"

@@ -104,11 +104,15 @@ def _fits_kernels(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
     from pcp_compiler.kernels import decode_rows
 
     num_rows = x.numel() // max(x.shape[-1], 1)
-    is_small = num_rows == 1 or all(weight.numel() < LARGE_WEIGHT for weight in weights)
     are_rows = all(weight.dtype == x.dtype and weight.stride(1) == 1 for weight in weights)
     are_dense = all(bias is None or bias.is_contiguous() for bias in biases)
-    is_known = num_rows <= decode_rows.MAX_ROWS and x.dtype in decode_rows.DTYPES
-    return is_known and is_small and are_rows and are_dense
+    return num_rows <= decode_rows.MAX_ROWS and x.dtype in decode_rows.DTYPES and are_rows and are_dense
+
+
+def _gains_from_kernels(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
+    """Return whether the kernels of a layer apply and are faster; a head's argmax has no counterpart in torch."""
+    is_small = x.numel() == x.shape[-1] or all(weight.numel() < LARGE_WEIGHT for weight in weights)
+    return is_small and _fits_kernels(x, weights, biases)
 
 
 def _rms_norm_linear_cuda(
@@ -116,7 +120,7 @@ def _rms_norm_linear_cuda(
 ) -> list[Tensor]:
     from pcp_compiler.kernels import decode_rows
 
-    if not _fits_kernels(x, weights, [*biases, gamma]):
+    if not _gains_from_kernels(x, weights, [*biases, gamma]):
         normed = F.rms_norm(x, gamma.shape, gamma, eps)
         return [F.linear(normed, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     outs = decode_rows.rms_norm_linear(_rows(x), gamma, weights, biases, eps=eps)
@@ -129,7 +133,7 @@ def _rms_norm_swiglu_cuda(
 ) -> Tensor:  # fmt: skip
     from pcp_compiler.kernels import decode_rows
 
-    if not _fits_kernels(x, (gate, up), (gate_bias, up_bias, gamma)):
+    if not _gains_from_kernels(x, (gate, up), (gate_bias, up_bias, gamma)):
         normed = F.rms_norm(x, gamma.shape, gamma, eps)
         return F.silu(F.linear(normed, gate, gate_bias)).mul_(F.linear(normed, up, up_bias))
     return _like_rows(x, decode_rows.rms_norm_swiglu(_rows(x), gamma, gate, up, gate_bias, up_bias, eps=eps))
@@ -138,7 +142,7 @@ def _rms_norm_swiglu_cuda(
 def _linear_residual_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     from pcp_compiler.kernels import decode_rows
 
-    if not _fits_kernels(x, (weight,), (bias,)):
+    if not _gains_from_kernels(x, (weight,), (bias,)):
         added = residual if bias is None else residual + bias
         return _like_rows(x, torch.addmm(_rows(added), _rows(x), weight.t()))
     return _like_rows(x, decode_rows.linear_residual(_rows(x), weight, bias, _rows(residual)))

@@ -1032,6 +1032,11 @@ def test_a_config_survives_pickle_and_deepcopy_with_its_notes() -> None:
         ({"parallel": 3}, f"parallel: got 3 (int); allowed: mapping with the keys {PARALLEL_KEYS}"),
         ({"capture": {"cache_dir": "x"}}, "capture.cache_dir is planned and does not work yet; remove it"),
         ({"draft": {"method": "mtp", "taps": []}}, "draft.taps is planned and does not work yet; remove it"),
+        (
+            {"capture": {"executor": "replay", "sizes": [8]}},
+            "capture.mode: not given beside capture.executor, capture.sizes; "
+            "allowed: none, piecewise, full_decode, full_and_piecewise",
+        ),
         ({"draft": {"mode": "auto"}}, "draft.method: not given beside draft.mode; allowed: none, mtp, model"),
         ({"parallel": {"tp_size": 2}}, "parallel.tp_size is planned and does not work yet; remove it"),
         ({"rol": "target"}, f"rol is not a config key; did you mean role? allowed: {ALLOWED_KEYS}"),

@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
-from pcp_compiler.config_sections import ATTENTION_ENTRY_POINTS, BUILTIN_ATTENTION_BACKENDS
+from pcp_compiler.config_sections import ATTENTION_ENTRY_POINTS, BUILTIN_ATTENTION_BACKENDS, AttentionConfig
 from pcp_compiler.errors import ConfigError
 
 ATTENTION_KINDS: Final = ("full", "sliding_window", "mla", "sparse_index")
@@ -163,6 +163,15 @@ def find_backend(name: str) -> AttentionBackend:
 def find_record(name: str, records: Sequence[AttentionCapabilities]) -> AttentionCapabilities:
     """Return the record of `name`."""
     return next(record for record in records if record.name == name)
+
+
+def target_backends(section: AttentionConfig, kind: str) -> tuple[str, str, Sequence[AttentionCapabilities]]:
+    """Return which config key names the backend of the target's layers of `kind`, what it says, and whom it allows."""
+    key, name = f"attention.backend_per_kind.{kind}", getattr(section.backend_per_kind, kind, None)
+    if name is None:
+        key, name = "attention.backend", section.backend
+    records = load_records()
+    return key, name, records if name == "auto" else [find_record(name, records)]
 
 
 def pick_backend(needs: AttentionNeeds, records: Sequence[AttentionCapabilities]) -> str | None:

@@ -9,7 +9,7 @@ from typing import Final
 from pcp_compiler.config import Config
 from pcp_compiler.config_sections import BackendPerKind
 from pcp_compiler.errors import ConfigError
-from pcp_compiler.plan.capabilities import AttentionCapabilities, find_record, load_records
+from pcp_compiler.plan.capabilities import AttentionCapabilities, target_backends
 from pcp_compiler.plan.draft import BLOCK_METHODS, DRAFT_METHODS, choose_draft_backend, find_sharding_obstacle
 
 
@@ -102,7 +102,7 @@ def _find_sparse_index(config: Config, facts: RefusalFacts) -> str | None:
 
 def _find_target_without_kind(config: Config, facts: RefusalFacts) -> str | None:
     for kind in facts.target_kinds:
-        key, candidates = _find_target_backends(config, kind)
+        key, _, candidates = target_backends(config.attention, kind)
         if not any(kind in record.kinds for record in candidates):
             return f"{key}: got {_show_backends(candidates)} for the target's layers of kind {kind}"
     return None
@@ -115,7 +115,7 @@ def _find_target_without_pcp(config: Config, facts: RefusalFacts) -> str | None:
 
 
 def _describe_target_without_pcp(config: Config, kind: str) -> str | None:
-    key, candidates = _find_target_backends(config, kind)
+    key, _, candidates = target_backends(config.attention, kind)
     able = [record for record in candidates if kind in record.kinds]
     if not able or any(record.supports_pcp for record in able):
         return None  # no backend for the kind at all is another row
@@ -168,15 +168,6 @@ def _judge_kinds(kinds: tuple[str, ...], judge: Callable[[str], str | None]) -> 
     return next((finding for finding in findings if finding is not None), None)
 
 
-def _find_target_backends(config: Config, kind: str) -> tuple[str, Sequence[AttentionCapabilities]]:
-    """Return the config key that decides the target's backend for `kind`, and the records it allows."""
-    if name := getattr(config.attention.backend_per_kind, kind, None):
-        return f"attention.backend_per_kind.{kind}", [find_record(name, load_records())]
-    if config.attention.backend == "auto":
-        return "attention.backend", load_records()
-    return "attention.backend", [find_record(config.attention.backend, load_records())]
-
-
 def _show_backends(records: Sequence[AttentionCapabilities]) -> str:
     return " or ".join(record.name for record in records)
 
@@ -216,7 +207,7 @@ REFUSALS: Final = (
         name="target-backend-without-pcp",
         condition="pcp_size > 1 with a target backend without PCP",
         reason="the backend does not take a rank's zigzag rows",
-        knob="set it to a backend that takes them (sdpa, triton) or leave it out",
+        knob="set it to a backend that takes them, such as sdpa or triton, or leave it out",
         find=_find_target_without_pcp,
     ),
     Refusal(
