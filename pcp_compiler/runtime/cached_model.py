@@ -290,7 +290,8 @@ class CachedModel:
         runners: list[SegmentRunner | None] = [None] * self.pcp_size
         program, width = self.sharded.program, step.partition.width
         key = None if self.captures is None else self.captures.find(f"{self.name}, sharded", step.live)
-        if key is not None and key.capture_size == width:
+        if key is not None:
+            assert not key.is_full and key.capture_size == width, f"{key} for {width} rows a rank"
             program = self._split["sharded"].program
             runners = [pieces.runner(width) for pieces in self._pieces["sharded"]]
         move = _Mover(self._weights[0].device)
